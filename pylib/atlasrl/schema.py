@@ -45,8 +45,9 @@ class _Yaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_NUMBER = (
-    r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_FLOAT = (
+    r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 for _tag, _pattern, _firsts in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
