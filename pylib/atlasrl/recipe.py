@@ -53,7 +53,19 @@ class Parallel(Section):
     first_stage_layers: PositiveInt | None = None
     last_stage_layers: PositiveInt | None = None
     distributed_optimizer: bool = True
-    recompute: Literal["none", "full"] = "none"
+    virtual_pipeline: PositiveInt = Field(1, description="model chunks per pipeline stage (interleaved schedule)")
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_method: Literal["uniform", "block"] = Field(
+        "uniform", description="full: every group of recompute_layers keeps its input, or only the first layers do"
+    )
+    recompute_layers: PositiveInt = 1
+    recompute_modules: list[Literal["layernorm", "mla_up_proj", "moe_act", "mlp", "moe"]] = Field(
+        [], description="what `selective` recomputes"
+    )
+    optimizer_on_host: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="share of the optimizer state that lives and steps on the host (Megatron optimizer_cpu_offload)",
+    )
     offload: bool = Field(False, description="parameters, gradients and optimizer state on the host between phases")
 
 
@@ -83,6 +95,9 @@ class Dapo(Section):
     mini_batch_size: PositiveInt = Field(32, description="prompts per optimizer step")
     gen_batch_size: PositiveInt | None = Field(None, description="prompts per generation; default train_batch_size")
     micro_batch_size: PositiveInt = Field(1, description="answers per device and forward pass")
+    tokens_per_device: PositiveInt | None = Field(
+        None, description="pack answers into forward passes of so many tokens per device, instead of micro_batch_size"
+    )
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
     dynamic_sampling: bool = True
