@@ -1,0 +1,141 @@
+"""Slurm through submitit: the batch script as a pure function, and the executor that submits it.
+
+What submitit's defaults would do to a job of many nodes, and what is done here instead:
+`wckey=submitit` fails where wckeys are checked: none unless asked; one dead task leaves the others waiting for the time
+limit: --kill-on-bad-exit; the warning signal 90 s before the end is shorter than a save: the lead time is given; a log
+folder that a node does not see makes Slurm fail without a word: a canary step names the node first.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from atlasrl.errors import UsageFault
+from atlasrl.site import Site, minutes_of
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/proc", "/sys")
+NODE_LOCAL_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "squashfs"}
+
+# Runs once on every node before anything else, without Python and without the shared folder.
+CANARY = r"""
+fail() { echo "error: $SLURMD_NODENAME: $1" >&2; exit 1; }
+folder=$1 token=$2 python=$3; shift 3
+seen=$(cat "$folder/canary" 2>/dev/null)
+[ -n "$seen" ] || fail "does not see $folder; mount the shared filesystem there, or exclude the node"
+[ "$seen" = "$token" ] || fail "$folder is another folder there than where the job was submitted; check its mounts"
+[ -x "$python" ] || fail "has no $python; the environment must lie on the shared filesystem or be set up on each node"
+for path in "$@"; do [ -e "$path" ] || fail "does not see $path, which the site or the recipe needs"; done
+""".strip()
+
+
+def refuse_node_local(path: Path, mounts: Path = Path("/proc/mounts")) -> None:
+    """Refuse a run directory that other nodes cannot see.
+
+    Raises:
+        UsageFault: it lies in a folder or on a filesystem that each node has for itself.
+    """
+    path = path.resolve()
+    if "%" in str(path):
+        raise UsageFault(f"run directory {path} has a %, which Slurm replaces in file names; use another folder")
+    local = next((folder for folder in NODE_LOCAL if path.is_relative_to(folder)), None)
+    kind = _filesystem(path, mounts)
+    if local is None and kind not in NODE_LOCAL_FILESYSTEMS:
+        return
+    where = f"in {local}" if local else f"on a {kind}"
+    raise UsageFault(
+        f"run directory {path} lies {where}, which each node has for itself; "
+        "set `runs:` in the site file to a folder on the shared filesystem"
+    )
+
+
+def _filesystem(path: Path, mounts: Path) -> str | None:
+    """Type of the filesystem that holds `path`: of the longest mount point above it, the last one mounted there."""
+    best, kind = -1, None
+    for line in mounts.read_text().splitlines():
+        _, point, found, *_ = line.split()
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), point)  # \040 is a blank
+        if path.is_relative_to(point) and len(Path(point).parts) >= best:
+            best, kind = len(Path(point).parts), found
+    return kind
+
+
+def parameters(
+    site: Site,
+    *,
+    nodes: int,
+    name: str,
+    python: Path,
+    folder: Path,
+    token: str,
+    lead_seconds: int,
+    needed: list[Path],
+) -> dict:
+    """Parameters of submitit's SlurmExecutor.
+
+    Args:
+        name: of the run, and so of the job.
+        python: interpreter of the tasks, as the nodes see it.
+        folder: where Slurm and submitit write; must exist with a file `canary` that holds `token`.
+        lead_seconds: how long before the time limit SIGUSR2 is sent to the tasks.
+        needed: paths that every node must see.
+
+    Raises:
+        UsageFault: the time limit leaves no time to train before the warning.
+    """
+    slurm = site.slurm
+    minutes = minutes_of(slurm.time)
+    if lead_seconds >= 60 * minutes / 2:
+        raise UsageFault(
+            f"time limit {slurm.time} ({minutes} min) is too short: the job must save {lead_seconds / 60:.0f} min "
+            "before its end; raise slurm.time or set life.save_minutes in the site file"
+        )
+    options = {
+        "chdir": str(folder),
+        "requeue": True,
+        "comment": f"atlasrl {folder.parent}",
+        "reservation": slurm.reservation,
+        "wckey": slurm.wckey,
+        **{key.removeprefix("--"): value or True for key, _, value in (line.partition("=") for line in slurm.extra)},
+    }
+    canary = ["bash", "-c", CANARY, "canary", str(folder), token, str(python), *map(str, needed)]
+    step = ["srun", "--kill-on-bad-exit=0", "--quiet", "--input=none", *canary]
+    srun = ["--kill-on-bad-exit=1", "--wait=60", "--cpu-bind=none"]  # a task is a node's supervisor: all its CPUs
+    if slurm.cpus_per_node:
+        srun.append(f"--cpus-per-task={slurm.cpus_per_node}")  # since Slurm 22.05 srun does not take it from the job
+    return {
+        "job_name": name,
+        "nodes": nodes,
+        "ntasks_per_node": 1,
+        "time": minutes,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": slurm.exclude,
+        "gres": slurm.gres,
+        "exclusive": slurm.exclusive or None,
+        "cpus_per_task": slurm.cpus_per_node,
+        "mem": slurm.memory,
+        "wckey": None,
+        "signal_delay_s": lead_seconds,
+        "stderr_to_stdout": True,
+        "setup": [
+            "# each node sees the run, the interpreter and the inputs, or is named here",
+            shlex.join(step) + " || exit 1",
+        ],
+        "srun_args": srun,
+        "additional_parameters": {key: value for key, value in options.items() if value is not None},
+    }
+
+
+def batch_text(parameters: dict, *, python: Path, folder: Path) -> str:
+    """The exact text that would be submitted. Pure."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    return _make_sbatch_string(command=_command(python, folder), folder=folder, **parameters)
+
+
+def _command(python: Path, folder: Path) -> str:
+    return shlex.join([str(python), "-u", "-m", "submitit.core._submit", str(folder)])
