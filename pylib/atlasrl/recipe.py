@@ -27,6 +27,7 @@ class ModelInput(Section):
     """The checkpoint to start from: a Hugging Face folder of safetensors, BF16 or FP8."""
 
     path: PathLike | None = Field(None, description="folder; absent when `inputs` makes RUN/input/model")
+    cast_path: PathLike | None = Field(None, description="BF16 copy shared by runs; absent: each run makes its own")
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
 

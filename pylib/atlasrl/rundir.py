@@ -17,14 +17,18 @@ Everything here is text or JSON; nothing needs a pickle to be read.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from atlasrl.errors import Fault, UsageFault
 
@@ -105,6 +109,20 @@ class AttemptDir:
         return self.path / "head.json"
 
     @property
+    def job(self) -> Path:
+        """What was submitted: job id, command, versions. Read instead of submitit's pickles."""
+        return self.path / "job.json"
+
+    @property
+    def cluster(self) -> Path:
+        """Which nodes Ray sees; kept by rank 0."""
+        return self.path / "cluster.json"
+
+    def node(self, rank: int) -> Path:
+        """What a node does just now, or why it gave up: {"state": str, "message": str, ...}."""
+        return self.path / "nodes" / f"node{rank}.json"
+
+    @property
     def outcome(self) -> Path:
         """How the attempt ended; written by rank 0, last."""
         return self.path / "outcome.json"
@@ -168,6 +186,44 @@ class RunDir:
         folder = self.path / "attempts"
         numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
         return [self.attempt(number) for number in numbers]
+
+    @contextlib.contextmanager
+    def own(self, **who) -> Iterator[None]:
+        """Be the only writer of this run. The lock ends with the process, however it ends.
+
+        Args:
+            who: what the next one who asks should be told, such as attempt and job id.
+
+        Raises:
+            Fault: another live process owns the run.
+        """
+        lock = FileLock(self.lock, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise Fault(f"run {self.name} is being written by {self.writer()}; end it first: bin/stop {self.name}") from None
+        try:
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": round(time.time()), **who}
+            write_atomically(self.owner, json.dumps(owner) + "\n")
+            yield
+        finally:
+            lock.release()
+
+    def writer(self) -> str | None:
+        """Who owns the run just now, in words; None when nobody does."""
+        if not self.path.is_dir():
+            return None
+        lock = FileLock(self.lock, timeout=0)
+        try:
+            with lock:
+                return None
+        except Timeout:
+            pass
+        try:
+            owner = json.loads(self.owner.read_text())
+            return ", ".join(f"{key} {value}" for key, value in owner.items() if key != "since")
+        except (OSError, ValueError):
+            return "a process that has just started"
 
     def events(self) -> list[dict]:
         """The journal, oldest first. Raises Fault on a damaged line."""

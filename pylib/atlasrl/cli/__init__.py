@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
@@ -38,3 +39,42 @@ def command(function: Callable) -> click.Command:
             sys.exit(fault.exit_code)
 
     return click.command(context_settings=CONTEXT)(run)
+
+
+def runs_folder(folder: str | None, site=None) -> Path:
+    """Where runs are: the option, the environment (ATLASRL_RUNS), the site's `runs`, or runs/ of this clone."""
+    chosen = folder or os.environ.get("ATLASRL_RUNS") or (site and site.runs)
+    return Path(chosen).expanduser().absolute() if chosen else Path(__file__).resolve().parents[3] / "runs"
+
+
+def watch(attempt) -> int:
+    """Follow an attempt, say how it ended, and return the exit code.
+
+    Ctrl-C ends a job of this machine (checkpoints stay); a scheduler's job goes on without us.
+    """
+    import json
+
+    from rich.console import Console
+
+    from atlasrl import control, follow, progress
+
+    run, console = attempt.run, Console(highlight=False, soft_wrap=True)
+    try:
+        outcome = follow.follow(attempt, lambda: control.is_alive(attempt), console)
+    except KeyboardInterrupt:
+        if json.loads(attempt.job.read_text())["site"] != "local":
+            console.print(f"\nthe job goes on; watch again with bin/status {run.name}, end it with bin/stop {run.name}")
+            return 130
+        console.print("\ninterrupted: ending the job …")
+        control.stop(run, save=False, deadline=60)
+        now = progress.of(run)
+        start = f"bin/resume {run.name}" + ("" if now.checkpoint else " --step 0")
+        console.print(f"stopped at step {now.step}; last checkpoint {now.checkpoint or 'none'}; continue with: {start}")
+        return 130
+    state = progress.of(run)
+    console.print(f"run {run.name} {outcome['state']}: step {state.step} of {state.total}; {follow.summary(state)}")
+    if outcome["exit"] == 0:
+        return 0
+    click.echo(f"error: {outcome['message']}", err=True)
+    click.echo(f"logs: bin/logs {run.name}; continue with: bin/resume {run.name}", err=True)
+    return 1

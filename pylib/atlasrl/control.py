@@ -1,0 +1,137 @@
+"""Start, continue and end runs: what bin/train, bin/resume and bin/stop do."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from atlasrl import checkpoints, launch, machine, progress
+from atlasrl import plan as plans
+from atlasrl.errors import Fault, UsageFault
+from atlasrl.plan import Plan
+from atlasrl.recipe import find as find_recipe
+from atlasrl.rundir import AttemptDir, RunDir, check_name, write_atomically
+
+RUNS = plans.ROOT / "runs"
+LET_GO_SECONDS = 60
+
+
+def free_name(recipe: str, folder: Path) -> str:
+    """The recipe's name, or the first `<name>-2`, `<name>-3` … that no run has yet."""
+    stem = Path(recipe).stem
+    names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 10**6))
+    return check_name(next(name for name in names if not (folder / name).exists()))
+
+
+def create(plan: Plan, recipe: str) -> None:
+    """Make the run directory.
+
+    Raises:
+        UsageFault: the run exists; it is continued with bin/resume, never started over in place.
+    """
+    machine.check_memory(plan)
+    run = plan.rundir
+    try:
+        run.path.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageFault(
+            f"run {run.name} exists already in {run.path.parent}; continue it with bin/resume {run.name}, or give "
+            "another --name"
+        ) from None
+    shutil.copyfile(find_recipe(recipe), run.recipe)
+    write_atomically(run.plan, plan.to_json())
+    run.record("created", recipe=recipe, nodes=plan.nodes, devices_per_node=plan.devices_per_node)
+
+
+def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str | None, str]:
+    """Decide how a run continues.
+
+    Args:
+        step: checkpoint to continue from; None takes the newest complete one; 0 starts again at the beginning.
+        steps: new total number of steps; None keeps the recipe's.
+
+    Returns:
+        The plan, the checkpoint folder (None: from the beginning), and the decision in words.
+
+    Raises:
+        Fault: somebody writes the run, nothing complete to continue from, or nothing left to do.
+    """
+    plan = plans.load(run)
+    wait_until_let_go(run)
+    if steps is not None:
+        recipe = plan.recipe.model_copy(update={"steps": steps})
+        remade = plans.make(recipe, plan.site, run, nodes=plan.nodes, devices_per_node=plan.devices_per_node)
+        plan = replace(remade, notes=plan.notes)
+    total = plan.recipe.steps
+    if step == 0:
+        return plan, None, f"from the beginning, since --step 0 was given; target step {total}"
+    chosen = checkpoints.choose(run, step)
+    if chosen.step >= total and (run.export / "config.json").exists():
+        raise Fault(f"run {run.name} is done: step {chosen.step} of {total} is saved; go on with --steps {2 * total}")
+    return plan, str(chosen.path), f"from step {chosen.step} ({chosen.path}); target step {total}"
+
+
+def wait_until_let_go(run: RunDir) -> None:
+    """Wait for a writer whose job is over and that is still clearing up.
+
+    Raises:
+        Fault: the run is being written by a job that lives.
+    """
+    limit = time.monotonic() + LET_GO_SECONDS
+    while writer := run.writer():
+        attempt = run.attempts()[-1]
+        over = attempt.outcome.exists() or not is_alive(attempt)
+        if not over or time.monotonic() > limit:
+            raise Fault(f"run {run.name} is being written by {writer}; end it first: bin/stop {run.name}")
+        time.sleep(0.2)
+
+
+def start(plan: Plan, resume_from: str | None = None) -> tuple[AttemptDir, str]:
+    """Submit a new attempt; write the plan it follows first."""
+    write_atomically(plan.rundir.plan, plan.to_json())
+    return launch.submit(plan, resume_from)
+
+
+def is_alive(attempt: AttemptDir) -> bool:
+    """Whether the job of an attempt is queued or running, as its launcher sees it."""
+    try:
+        job = json.loads(attempt.job.read_text())
+    except (OSError, ValueError):
+        return False
+    return importlib.import_module(f"atlasrl.launch.{job['site']}").is_alive(attempt, job)
+
+
+def stop(run: RunDir, *, save: bool, deadline: float) -> str:
+    """Ask the newest attempt to end and wait until it has.
+
+    Args:
+        save: write a checkpoint first, at the end of the step that is running.
+        deadline: seconds to wait before the job is cancelled through its launcher.
+
+    Returns:
+        How it ended, in words.
+
+    Raises:
+        Fault: nothing is running.
+    """
+    attempts = run.attempts()
+    if not attempts or not (run.writer() or is_alive(attempts[-1])):
+        raise Fault(f"run {run.name} is not running: {progress.of(run).state}")
+    attempt = attempts[-1]
+    write_atomically(attempt.stop_request, json.dumps({"save": save, "time": round(time.time(), 3)}) + "\n")
+    limit = time.monotonic() + deadline
+    while time.monotonic() < limit:
+        alive = is_alive(attempt)
+        if attempt.outcome.exists() and not alive:
+            return json.loads(attempt.outcome.read_text())["message"]
+        if not alive and not run.writer():
+            return "its job is gone; nothing was running any more"
+        time.sleep(0.2)
+    job = json.loads(attempt.job.read_text())
+    importlib.import_module(f"atlasrl.launch.{job['site']}").cancel(attempt, job)
+    return f"did not end within {deadline:.0f} s; its job {job['id']} was cancelled"
+

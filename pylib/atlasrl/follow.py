@@ -1,0 +1,80 @@
+"""Watch an attempt from the outside: one live line, then how it ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from atlasrl import progress as progresses
+from atlasrl.errors import Fault
+from atlasrl.progress import Progress
+from atlasrl.rundir import AttemptDir
+
+POLL_SECONDS = 0.5
+
+
+def line(progress: Progress) -> str:
+    """Stage, step/total, reward and ETA in one line."""
+    words = [f"attempt {progress.attempt}", progress.stage or progress.state]
+    if progress.stage == "train" and progress.total:
+        words.append(f"step {progress.step}/{progress.total}")
+        if progress.reward is not None:
+            words.append(f"reward {progress.reward:+.3f}")
+        if progress.step_seconds is not None:
+            words.append(f"{progress.step_seconds:.1f} s/step")
+        if progress.eta_seconds is not None:
+            words.append(f"ETA {timedelta(seconds=round(progress.eta_seconds))}")
+        if progress.checkpoint is not None:
+            words.append(f"checkpoint {progress.checkpoint}")
+    return " | ".join(words)
+
+
+def follow(attempt: AttemptDir, job_is_alive: Callable[[], bool], console: Console) -> dict:
+    """Show progress until the attempt ends.
+
+    On a terminal one line is kept up to date; elsewhere a line is printed whenever stage or step change.
+
+    Returns:
+        The outcome: {"state", "exit", "message"}.
+
+    Raises:
+        Fault: the job disappeared without an outcome (killed with SIGKILL, node lost).
+    """
+    last = None
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            alive = job_is_alive()  # before the outcome is looked for: it may be written in between
+            now = progresses.of(attempt.run)
+            text = line(now)
+            if console.is_terminal:
+                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            elif (key := (now.stage, now.step)) != last:
+                console.print(text, highlight=False, soft_wrap=True)
+                last = key
+            if attempt.outcome.exists():
+                return json.loads(attempt.outcome.read_text())
+            if not alive:
+                raise Fault(
+                    f"job of attempt {attempt.number} is gone without an outcome, at step {now.step} of {now.total}; "
+                    f"logs: {attempt.logs}; continue with: bin/resume {attempt.run.name}"
+                )
+            time.sleep(POLL_SECONDS)
+
+
+def summary(progress: Progress) -> str:
+    """First and last reward of a run, for the end of `bin/train --follow`."""
+    rewards = [progress.rewards[step] for step in sorted(progress.rewards)]
+    if not rewards:
+        return "no step was finished"
+    first, last = rewards[:5], rewards[-10:]
+    return (
+        f"reward: first {rewards[0]:+.3f}, last {rewards[-1]:+.3f}; "
+        f"mean of the first {len(first)} steps {sum(first) / len(first):+.3f}, "
+        f"of the last {len(last)} {sum(last) / len(last):+.3f}"
+    )

@@ -1,0 +1,163 @@
+"""Ray on the nodes of a job: start it, wait for it with a deadline, name who is missing, end only what is ours.
+
+Rank 0 is the head. Each node runs `ray start --block` as its own child; there is no `ray stop`, which would end every
+Ray process of the host (ray issues 12264, 6135).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atlasrl import processes
+from atlasrl.errors import Fault
+
+if TYPE_CHECKING:
+    from atlasrl.launch.ports import PortPlan
+    from atlasrl.plan import Plan
+
+# verl reserves 3 CPUs in each placement bundle (max_colocate_count) and the driver and the cast tasks need some.
+CPUS_PER_DEVICE, CPUS_BESIDE = 3, 4
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """What one node of the Ray cluster is started with."""
+
+    rank: int
+    name: str
+    address: str
+    ports: PortPlan
+    temp: Path
+    devices: int
+    object_store_mb: int | None
+
+    @property
+    def gcs_address(self) -> str:
+        """Where this node's GCS listens, should it be the head."""
+        return f"{self.address}:{self.ports.gcs}"
+
+
+def describe(plan: Plan, attempt: int, rank: int, address: str, ports: PortPlan) -> RayNode:
+    """The Ray node of a rank."""
+    return RayNode(
+        rank=rank,
+        name=f"node{rank}",
+        address=address,
+        ports=ports,
+        temp=plan.ray_temp(attempt, rank),
+        devices=plan.devices_per_node,
+        object_store_mb=plan.site.ray.object_store_mb,
+    )
+
+
+def start_command(python: str, node: RayNode, head: str) -> list[str]:
+    """The words of `ray start` for a node; `head` is the GCS address of rank 0."""
+    is_head = node.rank == 0
+    role = ["--head", "--include-dashboard=false"] if is_head else [f"--address={head}"]
+    return [
+        *(python, "-m", "ray.scripts.scripts", "start", *role),
+        f"--node-ip-address={node.address}",
+        f"--node-name={node.name}",
+        *node.ports.ray_options(head=is_head),
+        f"--temp-dir={node.temp}",
+        # Workers are placed by device; CPUs only count so that verl's placement groups fit.
+        f"--num-cpus={CPUS_PER_DEVICE * node.devices + CPUS_BESIDE}",
+        f"--resources={json.dumps({'NPU': node.devices})}",
+        *([f"--object-store-memory={node.object_store_mb * 2**20}"] if node.object_store_mb else []),
+        *("--disable-usage-stats", "--block"),
+    ]
+
+
+class Watch:
+    """The cluster as a probe process sees it; never blocks the caller.
+
+    `alive` maps node names to their resources; it is None until the GCS answered for the first time.
+    """
+
+    def __init__(self, address: str, env: dict[str, str], log: Path):
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._process = processes.spawn(
+            [sys.executable, "-m", "atlasrl.rayprobe", address], env=env, log=log, stdout=subprocess.PIPE, text=True
+        )
+        self.alive: dict[str, dict[str, float]] | None = None
+        self.dead: set[str] = set()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self._lines.put(line)
+
+    def look(self) -> None:
+        """Take in what the probe has said since the last look."""
+        while not self._lines.empty():
+            seen = json.loads(self._lines.get())
+            self.alive, self.dead = seen["alive"], set(seen["dead"])
+
+    @property
+    def failed(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        processes.end_tree(self._process, patience=0)
+
+
+def wait_for_nodes(
+    watch: Watch, nodes: int, devices: int, deadline: float, interrupted: Callable[[], None], last_words: Callable
+) -> None:
+    """Wait until all nodes and all their devices are there.
+
+    Args:
+        deadline: seconds from now.
+        interrupted: called in each round; raises to give up early (a node failed, a signal came).
+        last_words: node name -> the last line of its log, for the message.
+
+    Raises:
+        Fault: on time-out, naming the missing nodes with their last log lines; or too few devices on a node.
+    """
+    wanted = [f"node{rank}" for rank in range(nodes)]
+    limit = time.monotonic() + deadline
+    while True:
+        watch.look()
+        alive = watch.alive or {}
+        missing = [name for name in wanted if name not in alive]
+        if not missing:
+            break
+        interrupted()
+        if time.monotonic() > limit:
+            words = "; ".join(f"{name} ({last_words(name)})" for name in missing)
+            raise Fault(
+                f"{len(wanted) - len(missing)}/{len(wanted)} nodes joined Ray within {deadline:.0f} s; missing: {words}"
+            )
+        time.sleep(0.1)
+    for name in wanted:
+        if (found := int(alive[name].get("NPU", 0))) != devices:
+            raise Fault(f"{name} offers {found} devices to Ray, {devices} are planned; look at its device driver")
+
+
+def tear_down(ray: subprocess.Popen | None, temp: Path, patience: float = 5) -> None:
+    """End this node's Ray and remove its temporary folder, which is ours alone."""
+    if ray is not None:
+        processes.end_tree(ray, patience)
+    _remove(temp)
+
+
+def _remove(temp: Path) -> None:
+    for folder, names, files in os.walk(temp, topdown=False):
+        for name in files:
+            Path(folder, name).unlink(missing_ok=True)
+        for name in names:
+            path = Path(folder, name)
+            path.unlink() if path.is_symlink() else path.rmdir()
+    for folder in (temp, temp.parent):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
