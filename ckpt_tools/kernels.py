@@ -1,0 +1,105 @@
+"""The two passes over bytes that must run at memory speed, compiled by numba.
+
+The compiled code is kept in numba's cache (beside this file, or NUMBA_CACHE_DIR), so only the first run waits for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckpt_tools.errors import Fault
+
+try:
+    import numba
+except ImportError:
+    raise Fault("numba is not installed; `pip install numba`: casting and checksums need its compiled loops") from None
+
+
+def _compiled(function):
+    """Compile with a cache on disk; without one where no cache folder can be written (a read-only image)."""
+    try:
+        return numba.njit(cache=True, nogil=True, boundscheck=False)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True, boundscheck=False)(function)
+
+
+def e4m3_values() -> np.ndarray:
+    """The 256 values of F8_E4M3 as float32: sign, 4 exponent bits (bias 7), 3 mantissa bits; 0x7f and 0xff are NaN."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    value = np.where((code & 127) == 127, np.nan, value)
+    return np.where(code & 128, -value, value).astype(np.float32)
+
+
+E4M3 = e4m3_values()
+
+
+@_compiled
+def dequantise_into(codes, scales, values, rows_per_block, columns_per_block, out):
+    """Fill `out` (uint16 bits of BF16) with `bfloat16(float32(code) * scale of its block)`.
+
+    Per block the 256 possible results are tabled once, then every byte is one look-up: one pass, no temporaries.
+
+    Args:
+        codes: uint8 [rows, columns], rows starting at a block boundary.
+        scales: float32 [begun row blocks, begun column blocks].
+        values: float32 [256], what each code means.
+        out: uint16 [rows, columns].
+    """
+    rows, columns = codes.shape
+    products = np.empty(256, np.float32)
+    bits = products.view(np.uint32)
+    table = np.empty(256, np.uint16)
+    for row_block in range(scales.shape[0]):
+        first_row = row_block * rows_per_block
+        last_row = min(rows, first_row + rows_per_block)
+        for column_block in range(scales.shape[1]):
+            first = column_block * columns_per_block
+            last = min(columns, first + columns_per_block)
+            scale = scales[row_block, column_block]
+            for code in range(256):
+                products[code] = values[code] * scale
+            for code in range(256):
+                # Round to nearest even as torch does; NaN keeps a mantissa bit instead of becoming infinity.
+                if products[code] != products[code]:
+                    table[code] = np.uint16(0x7FC0)
+                else:
+                    odd = (bits[code] >> np.uint32(16)) & np.uint32(1)
+                    table[code] = np.uint16((bits[code] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+            for row in range(first_row, last_row):
+                for column in range(first, last):
+                    out[row, column] = table[codes[row, column]]
+
+
+@_compiled
+def mix_words(words, first):
+    """Sum of a 64-bit mix (splitmix64's finaliser) of every word with its position.
+
+    A sum, so the pieces of a tensor may come in any order and from several threads; the position inside the mix makes
+    swapped words count. Guards against accidents, not against an adversary.
+
+    Args:
+        words: uint64 [n]. first: position of words[0] in the tensor.
+    """
+    step = np.uint64(0x9E3779B97F4A7C15)
+    key = np.uint64(first) * step
+    total = np.uint64(0)
+    for i in range(words.size):
+        z = words[i] ^ key
+        z = (z ^ (z >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+        total += z ^ (z >> np.uint64(32))
+        key += step
+    return total
+
+
+def widen_scales(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales as float32; BF16 and F16 widen exactly."""
+    if dtype == "F32":
+        flat = np.frombuffer(data, "<f4")
+    elif dtype == "BF16":
+        flat = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        flat = np.frombuffer(data, "<f2").astype(np.float32)
+    return flat.astype(np.float32, copy=False).reshape(shape)
