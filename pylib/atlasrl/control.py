@@ -9,9 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from atlasrl import checkpoints, launch, machine, progress
+from atlasrl import checkpoints, machine, progress
 from atlasrl import plan as plans
 from atlasrl.errors import Fault, UsageFault
+from atlasrl.launch import submission
 from atlasrl.plan import Plan
 from atlasrl.recipe import find as find_recipe
 from atlasrl.rundir import AttemptDir, RunDir, check_name, write_atomically
@@ -93,7 +94,7 @@ def wait_until_let_go(run: RunDir) -> None:
 def start(plan: Plan, resume_from: str | None = None) -> tuple[AttemptDir, str]:
     """Submit a new attempt; write the plan it follows first."""
     write_atomically(plan.rundir.plan, plan.to_json())
-    return launch.submit(plan, resume_from)
+    return submission.submit(plan, resume_from)
 
 
 def is_alive(attempt: AttemptDir) -> bool:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from atlasrl import progress as progresses
 from atlasrl.errors import Fault
+from atlasrl.logs import last_line
 from atlasrl.progress import Progress
 from atlasrl.rundir import AttemptDir
 
@@ -61,8 +62,9 @@ def follow(attempt: AttemptDir, job_is_alive: Callable[[], bool], console: Conso
                 return json.loads(attempt.outcome.read_text())
             if not alive:
                 raise Fault(
-                    f"job of attempt {attempt.number} is gone without an outcome, at step {now.step} of {now.total}; "
-                    f"logs: {attempt.logs}; continue with: bin/resume {attempt.run.name}"
+                    f"job of attempt {attempt.number} is gone without an outcome, at step {now.step} of {now.total}: "
+                    f"{last_line(attempt.logs / 'node0.log')}; logs: bin/logs {attempt.run.name}; continue with: "
+                    f"bin/resume {attempt.run.name}"
                 )
             time.sleep(POLL_SECONDS)
 

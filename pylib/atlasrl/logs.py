@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -55,3 +56,15 @@ def added(files: list[Path]) -> Iterator[tuple[Path, str]]:
     finally:
         for stream in streams.values():
             stream.close()
+
+
+def last_line(log: Path, start: int = 0) -> str:
+    """The last line of a log that says something; an `error:` line in the tail is preferred."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - 65536))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or ["(nothing in its log)"])[-1][:500]

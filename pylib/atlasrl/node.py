@@ -24,6 +24,7 @@ from atlasrl import plan as plans
 from atlasrl import processes, raycluster
 from atlasrl.errors import Fault
 from atlasrl.launch import addresses, ports
+from atlasrl.logs import last_line
 from atlasrl.plan import Plan
 from atlasrl.rundir import AttemptDir, RunDir, write_atomically
 
@@ -167,18 +168,6 @@ def run_stage(node: Node, stage: str, env: dict[str, str], check: Callable[[], N
         failure = Fault(f"{node.name}: stage {stage} failed with exit code {code}: {words.removeprefix('error: ')}")
         failure.exit_code = code if code in (STOPPED, EXHAUSTED) else 1
         raise failure
-
-
-def last_line(log: Path, start: int = 0) -> str:
-    """The last line of a log that says something; an `error:` line in the tail is preferred."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(start, file.seek(0, os.SEEK_END) - 65536))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
-    errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["(nothing in its log)"])[-1][:500]
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------

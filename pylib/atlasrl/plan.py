@@ -204,7 +204,7 @@ def show(plan: Plan) -> str:
     lines += [f"stages       {' -> '.join(STAGES)}", "", "environment"]
     lines += [f"  {name}={shlex.quote(str(v.value))}  # {v.reason}" for name, v in plan.environment.items()]
     lines += ["", "verl overrides"]
-    lines += [f"  {o.key}={o.value}  # {o.reason}" for o in plan.overrides]
+    lines += [f"  {o}  # {o.reason}" for o in plan.overrides]
     lines += ["", "commands, node by node (ports are probed and may move when they are taken)"]
     lines += [f"  node{rank}: {shlex.join(command)}" for rank, command in enumerate(commands(plan))]
     return "\n".join(lines)
