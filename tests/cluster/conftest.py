@@ -1,0 +1,27 @@
+"""One real Slurm cluster for all cluster tests of a session."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cluster as clusters
+
+
+@pytest.fixture(scope="session")
+def slurm_installed() -> None:
+    if shutil.which("slurmctld") is None:
+        subprocess.run([str(Path(__file__).parent / "install.sh")], check=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm_installed):
+    """Four nodes with their own addresses and host names, where this machine allows it."""
+    with clusters.running(nodes=4) as running:
+        yield running
