@@ -113,7 +113,7 @@ def remedies(a: Architecture, s: Split, batched: Batched) -> list[Remedy]:
         same = same if split.stages == s.stages else max(each.peaks[phase] for each in after.stages)
         seconds = sum(cost.step_seconds(a, split, changed).values()) - base
         if peak - same >= 0.05 * GIB and after.sequences >= min(1, before.sequences):
-            found.append(Remedy(change, peak - same, after.tightest[2], after.fits, seconds))
+            found.append(Remedy(change, peak - same, after.tightest[2], after.spare >= 0, seconds))
     return sorted(found, key=lambda r: (not r.fits, r.seconds))
 
 
@@ -129,9 +129,9 @@ def _changes(a: Architecture, s: Split, j: Job, batched: Batched) -> Iterator[tu
         yield "parallel.recompute_layers=1", s, job(recompute=Recompute("full"))
     if j.recompute.granularity == "none":
         modules = frozenset({"layernorm", "mla_up_proj", "moe_act"} if a.latent else {"layernorm", "moe_act"})
-        shown = ",".join(sorted(modules))
+        shown = ", ".join(sorted(modules))
         yield (
-            f"parallel.recompute=selective parallel.recompute_modules=[{shown}]",
+            f"parallel.recompute=selective ({shown})",
             s,
             job(recompute=Recompute("selective", modules=modules)),
         )
