@@ -151,7 +151,10 @@ def _apply(found: Patch, module: ModuleType) -> None:
         original, found_text = None, str(problem)
     else:
         found_text = ABSENT if original is None else _source(original)
-    if (found_text != ABSENT) if found.expects == ABSENT else (original is None or found.expects not in found_text):
+    if found.expects == ABSENT and original is not None:
+        _note(found, "not needed", f"{found.target} exists")
+        return
+    if found.expects not in found_text:
         _note(found, "does not apply", f"{found.target} is not the code this fix was written for")
         logger.warning(
             "fix %s does not apply: %s has changed; check whether it is still needed", found.id, found.target
