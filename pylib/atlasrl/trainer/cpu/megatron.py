@@ -1,0 +1,11 @@
+"""verl's Megatron backend on a machine without an accelerator.
+
+Named in VERL_USE_EXTERNAL_MODULES after `atlasrl.trainer.cpu`, so that every verl process of a Megatron run loads it.
+"""
+
+from __future__ import annotations
+
+from atlasrl.trainer import megatron_patches, patches
+from atlasrl.trainer.cpu import megatron_bridge, megatron_device
+
+patches.apply(*megatron_patches.PATCHES, *megatron_device.PATCHES, *megatron_bridge.PATCHES)

@@ -1,0 +1,7 @@
+"""What every verl process of a Megatron run on NPU or GPU loads, named in VERL_USE_EXTERNAL_MODULES."""
+
+from __future__ import annotations
+
+from atlasrl.trainer import megatron_patches, patches
+
+patches.apply(*megatron_patches.PATCHES)
