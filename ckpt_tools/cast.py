@@ -246,11 +246,9 @@ def describe(result: CastResult) -> list[str]:
     """The result in lines for a person."""
     if result.already:
         return [f"{result.target}: complete and unchanged since it was proven; nothing to do"]
-    size = sum(
-        (result.target / file).stat().st_size for file in os.listdir(result.target) if file.endswith(".safetensors")
-    )
+    size = human(sum(shard.stat().st_size for shard in result.target.glob("*.safetensors")))
     lines = [
-        f"{result.target}: {result.shards} shards, {human(size)}; {result.written} written, {result.proven} proven again",
+        f"{result.target}: {result.shards} shards, {size}; {result.written} written, {result.proven} proven again",
         f"{result.cast_tensors} tensors cast to BF16, {result.copied_tensors} copied bit for bit, "
         f"{result.checked} recomputed by the reference formula and equal",
         f"side files copied: {', '.join(result.side_files) or 'none'}",

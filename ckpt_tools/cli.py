@@ -95,3 +95,47 @@ def verify(folder, as_json) -> int:
     else:
         show(report)
     return report.exit_code
+
+
+@verb
+@click.argument("folder", type=FOLDER)
+@click.option("--drop", multiple=True, metavar="REGEX", help="Drop tensors whose name matches. Repeatable.")
+@click.option("--keep", multiple=True, metavar="REGEX", help="Keep what would be dropped. Repeatable.")
+@click.option("--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True, help="The MTP layer.")
+@click.option("--rebuild-index", is_flag=True, help="Assemble a lost index from the shards.")
+@click.option("--target", type=FOLDER, help="Write the repaired checkpoint there instead of in place.")
+@click.option("--undo", is_flag=True, help="Take the newest repair back, byte for byte.")
+@click.option("--dry-run", is_flag=True, help="Print the changes, make none.")
+def repair(folder, drop, keep, mtp, rebuild_index, target, undo, dry_run, as_json) -> int:
+    """Mend index, total_size, numbering and headers; in place with a backup.
+
+    \b
+    ckpt repair Moonlight --dry-run
+    ckpt repair Moonlight
+    ckpt repair Moonlight --undo
+    """
+    from ckpt_tools import repair as repairing
+    from ckpt_tools.checkpoint import read_checkpoint
+    from ckpt_tools.repair_plan import Wishes, compile_patterns, plan_repair
+
+    if undo:
+        changes, remaining, backup = repairing.undo(folder), [], None
+    else:
+        wishes = Wishes(compile_patterns(drop), compile_patterns(keep), mtp == "drop", rebuild_index)
+        plan = plan_repair(read_checkpoint(folder), wishes)
+        backup = None if dry_run else repairing.repair(plan, target)
+        changes, remaining = list(plan.changes), plan.remaining.errors
+    if as_json:
+        errors = [str(finding) for finding in remaining]
+        say(json.dumps({"undone": undo, "changes": changes, "remaining": errors, "backup": backup and str(backup)}))
+        return 1 if remaining else 0
+    verdict = "undone" if undo else "would change" if dry_run else "changed"
+    for change in changes:
+        say(f"{verdict}: {change}")
+    for finding in remaining:
+        say(f"not a repair's to mend: {finding}")
+    if not changes:
+        say(f"{folder}: nothing to repair")
+    elif backup:
+        say(f"backup: {backup}; take it back with: ckpt repair {folder} --undo")
+    return 1 if remaining else 0

@@ -49,7 +49,7 @@ def replacing(path: Path) -> Iterator[int]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(beside, path)
+        Path(beside).replace(path)
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise

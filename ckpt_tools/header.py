@@ -37,6 +37,9 @@ class HeaderFault(Fault):
         super().__init__(f"{path}: {problem}; {remedy}")
         self.kind, self.path, self.problem, self.remedy = kind, path, problem, remedy
 
+    def __reduce__(self):
+        return HeaderFault, (self.kind, self.path, self.problem, self.remedy)
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:

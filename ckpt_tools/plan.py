@@ -194,7 +194,7 @@ def plan_cast(checkpoint: Checkpoint, target: Path, mtp: str = "keep", keep_buff
     block = block_of(checkpoint.config) if quantised else (1, 1)
     problems = list(quantization_problems(tensors, block)) if quantised else []
     if problems:
-        kind, name, problem = problems[0]
+        _, name, problem = problems[0]
         more = f" (and {len(problems) - 1} more; `ckpt verify` lists all)" if len(problems) > 1 else ""
         raise Fault(f"{name}: {problem}{more}; restore {kept[name]} from the model's origin, nothing was written")
 

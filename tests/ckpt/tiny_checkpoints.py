@@ -100,3 +100,9 @@ def deepseek(folder: Path, *, fp8: bool = True, shards: int = 3, seed: int = 0, 
     for position, (name, shape) in enumerate(shapes.items()):
         members[position * shards // len(shapes)] |= random_tensor(generator, name, shape, fp8)
     return write_checkpoint(folder, members, {**config, "quantization_config": QUANTISED} if fp8 else config)
+
+
+def tree_bytes(folder: Path) -> dict[str, bytes]:
+    """All files of a checkpoint folder with their bytes, our notes left out."""
+    files = (path for path in folder.rglob("*") if path.is_file() and ".ckpt" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
