@@ -269,7 +269,7 @@ def _settle(folder: Path) -> None:
             beside.rename(backups / path.stem)
     for beside in sorted(folder.parent.glob(_undo_place(folder, "*").name)):
         number = beside.name.rpartition("-")[2]
-        if (beside / STATE_FOLDER / BACKUPS / f"{number}.json").exists():
+        if not (backups / f"{number}.json").exists():  # the restored folder is in place, this is the repaired one
             _discard_repaired(folder, beside, number)
     for unfinished in folder.parent.glob(f".{folder.name}.repair-*"):
         shutil.rmtree(unfinished)
@@ -306,7 +306,8 @@ def _discard_repaired(folder: Path, repaired: Path, number: str) -> None:
     """Hand the older backups down to the restored folder and remove the repaired one."""
     earlier = folder / STATE_FOLDER / BACKUPS
     earlier.mkdir(parents=True, exist_ok=True)
-    for path in sorted((repaired / STATE_FOLDER / BACKUPS).iterdir()):
+    inherited = repaired / STATE_FOLDER / BACKUPS
+    for path in sorted(inherited.iterdir()) if inherited.is_dir() else []:
         if path.stem != number:
             path.rename(earlier / path.name)
     shutil.rmtree(repaired)
