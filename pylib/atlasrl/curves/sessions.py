@@ -1,7 +1,7 @@
 """Restart semantics: which of the points that several processes wrote count.
 
-A run that is killed and resumed logs some steps twice, because logs are written more often than checkpoints. The rule is
-that of TensorBoard's `purge_step`: a later session wins from its first step on. Merging "the last value of each step"
+A run that is killed and resumed logs some steps twice, because logs are written more often than checkpoints. The rule
+is that of TensorBoard's `purge_step`: a later session wins from its first step on. Merging "the last value of each step"
 instead would keep values of a timeline that was given up.
 
 What came later is told by what was written, never by file names. Clocks differ between hosts and are set back, so a
@@ -11,7 +11,9 @@ which that leaves open.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from atlasrl.curves.curve import Attempt, Curve, Reading
 from atlasrl.errors import Fault
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """What one process wrote without going back. `begin` is the step from which it replaces earlier sessions.
 
@@ -46,7 +48,7 @@ class Session:
 
 
 def split(
-    source: str, columns: Columns, starts: list[tuple[int, int]] = (), number: int | None = None
+    source: str, columns: Columns, starts: Iterable[tuple[int, int]] = (), number: int | None = None
 ) -> list[Session]:
     """Cut the points of one file where its writer went back: at a SessionLog.START, or where a tag repeats steps.
 
@@ -124,7 +126,7 @@ def order(sessions: list[Session], notes: list[str]) -> list[Session]:
         placed.append(chosen)
         reached = chosen.last_step if reached is None else max(reached, chosen.last_step)
     clocks = [s.clock for s in placed if not np.isnan(s.clock)]
-    if any(later < earlier for earlier, later in zip(clocks, clocks[1:], strict=False)):
+    if any(later < earlier for earlier, later in pairwise(clocks)):
         notes.append("the clock went back between attempts; it was not used to order them")
     return placed
 
@@ -144,8 +146,8 @@ def _ambiguous(one: Session, other: Session) -> str:
 def merge(sessions: list[Session], reading: Reading) -> tuple[dict[str, Curve], list[Attempt]]:
     """Curves by tag, and the attempts of the writer with the most points.
 
-    Files that share no tag (trainer on one host, validation on another) do not replace each other. Counts what is dropped
-    in `reading`; raises what `order` raises.
+    Files that share no tag (trainer on one host, validation on another) do not replace each other. Counts what is
+    dropped in `reading`; raises what `order` raises.
     """
     reading.points += sum(len(s.columns) for s in sessions)
     writers = [order(writer, reading.notes) for writer in _writers([s for s in sessions if len(s.columns)])]
