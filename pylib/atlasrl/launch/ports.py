@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import importlib.util
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ WORKERS = 368  # one port per Ray worker process
 BLOCK = 16 + HCCL_BASE + HCCL_SOCKETS + WORKERS  # 512
 LOWEST = 10000  # below are well-known services: Slurm 6817-6819, Ray's own defaults, databases
 
+TCP_LISTEN = "0A"  # as /proc/net/tcp writes it; the kernel's tcp_states.h
 IP_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -206,23 +207,35 @@ def _room(ephemeral: tuple[int, int], slots: int) -> tuple[int, int]:
 
 def owner(port: int) -> str:
     """Who listens on a TCP port of this host: "pid 4711 (python, user root)", as far as it can be seen."""
+    return held_ports([port]).get(port, "a process that bound it without listening")
+
+
+def held_ports(within: Container[int] = range(1, 65536)) -> dict[int, str]:
+    """The ports of this host that somebody listens on, and who."""
+    listeners: dict[int, tuple[str, int]] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # 0A: listening
-                    return _process(fields[9]) or f"a process of user {_user(int(fields[7]))} (not visible to us)"
-    return "a process that bound it without listening"
+            for row in map(str.split, Path(table).read_text().splitlines()[1:]):
+                port = int(row[1].rpartition(":")[2], 16)
+                if row[3] == TCP_LISTEN and port in within:
+                    listeners[port] = row[9], int(row[7])
+    processes = _processes({f"socket:[{inode}]" for inode, _ in listeners.values()})
+    return {
+        port: processes.get(f"socket:[{inode}]", f"a process of user {_user(uid)} (not visible to us)")
+        for port, (inode, uid) in sorted(listeners.items())
+    }
 
 
-def _process(inode: str) -> str | None:
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+def _processes(sockets: set[str]) -> dict[str, str]:
+    """Which process has each socket open, in words."""
+    found = {}
+    for link in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
         with contextlib.suppress(OSError):
-            if str(link.readlink()) == f"socket:[{inode}]":
+            if (target := str(link.readlink())) in sockets:
                 process = link.parents[1]
                 name = (process / "comm").read_text().strip()
-                return f"pid {process.name} ({name}, user {_user(process.stat().st_uid)})"
-    return None
+                found[target] = f"pid {process.name} ({name}, user {_user(process.stat().st_uid)})"
+    return found
 
 
 def _user(uid: int) -> str:
