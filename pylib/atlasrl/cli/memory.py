@@ -81,7 +81,39 @@ def search(recipe, nodes, changes, config, device_gib, as_json, limit):
     sys.exit(0 if ranking.found else 1)
 
 
-for verb in (fit, search):
+@command
+@click.argument("folder", type=click.Path(exists=True, path_type=Path))
+@click.option("--phases", type=click.Path(exists=True, path_type=Path), help="phases.jsonl of the attempt.")
+@click.option("--recipe", "recipe", help="Compare with the prediction for this recipe.")
+@click.option("--nodes", "-N", type=click.IntRange(min=1), help="Number of nodes of the recipe.")
+@click.option("--top", default=5, show_default=True, type=click.IntRange(min=0), help="Holders at the peak to print.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable; sizes in bytes.")
+def profile(folder, phases, recipe, nodes, top, as_json):
+    """Read the memory tables of Ascend's profiler below FOLDER, or one PyTorch memory snapshot (.pickle, .pkl).
+
+    Peaks of the process, HCCL and the framework, whether sleep released the weights, leaks, and who held memory at the
+    peak. Tables of many gigabytes are streamed.
+    """
+    from atlasrl.memory import profile as profiles
+    from atlasrl.memory import report, snapshot
+
+    if folder.suffix in {".pickle", ".pkl"}:
+        click.echo(report.snapshot_text(snapshot.read(folder), top))
+        return
+    prediction = None
+    if recipe:
+        from atlasrl import recipe as recipes
+        from atlasrl.memory import verdict
+
+        prediction = verdict.of_recipe(recipes.load(recipe), nodes).prediction
+    found = profiles.read(folder, profiles.read_marks(phases) if phases else profiles.NO_MARKS)
+    if as_json:
+        click.echo(json.dumps([profiles.as_json(each) for each in found], indent=1))
+    else:
+        click.echo("\n".join(line for each in found for line in profiles.lines(each, prediction, top)))
+
+
+for verb in (fit, search, profile):
     main.add_command(verb)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from atlasrl.memory.job import GIB, Job
+from atlasrl.memory.job import GIB
 from atlasrl.memory.model import Phase, Prediction, Stage
 from atlasrl.memory.planner import Candidate, Remedy
+from atlasrl.memory.snapshot import Snapshot
 from atlasrl.memory.terms import PHASES, TERMS
 
 
@@ -202,7 +203,12 @@ def candidate_json(c: Candidate) -> dict:
     }
 
 
-def job_line(j: Job) -> str:
-    """What was assumed, for the reader who changes it."""
-    packed = f"micro-batches of {j.tokens:,} tokens, {j.micro_batches} an optimizer step"
-    return f"assumed: {packed}, recompute {j.recompute.granularity}, offload {'on' if j.offload else 'off'}"
+def snapshot_text(s: Snapshot, top: int) -> str:
+    """A PyTorch memory snapshot in a few lines."""
+    lines = [
+        str(s.path),
+        f"  {s.allocated / GIB:8.2f} GiB  allocated, {s.reserved / GIB:.2f} reserved, {s.idle / GIB:.2f} idle",
+        f"  {s.peak / GIB:8.2f} GiB  highest of the recorded history",
+    ]
+    lines += [f"  {size / GIB:8.2f} GiB  held by {frame} there" for frame, size in s.holders.most_common(top)]
+    return "\n".join(lines)
