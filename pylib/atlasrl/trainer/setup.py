@@ -24,15 +24,20 @@ def prepare_environment(plan: dict, recipe: Recipe, attempt: AttemptDir, first_s
 
     attempt.path.mkdir(parents=True, exist_ok=True)
     os.environ.update({**plan.get("environment", {}), **recipe.environment})
-    os.environ.setdefault(PLUGINS, ",".join(plugins(recipe)))
+    given = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
+    os.environ[PLUGINS] = ",".join(dict.fromkeys([*given, *plugins(recipe)]))
     os.environ["TENSORBOARD_DIR"] = str(attempt.run.tensorboard)
     os.environ["VERL_FILE_LOGGER_PATH"] = str(attempt.metrics)
     os.environ[FIRST_STEP] = str(first_step)
 
 
 def plugins(recipe: Recipe) -> list[str]:
-    """Modules that every verl process of this recipe loads."""
-    return ["atlasrl.trainer.cpu" if recipe.device == "cpu" else "atlasrl.trainer.plugin"]
+    """Modules that every verl process of this recipe loads, in this order."""
+    on_cpu = recipe.device == "cpu"
+    device = "atlasrl.trainer.cpu" if on_cpu else "atlasrl.trainer.plugin"
+    if recipe.backend == "fsdp2":
+        return [device, "atlasrl.trainer.fsdp2_plugin"]
+    return [device, "atlasrl.trainer.cpu.megatron" if on_cpu else "atlasrl.trainer.megatron_plugin"]
 
 
 def connect(plan: dict, recipe: Recipe) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import resource
+import warnings
 
 import torch
 
 from atlasrl.trainer.patches import ABSENT, patch
+
+# verl enters autocast on every micro batch; in float32 the CPU says each time that it does not cast.
+warnings.filterwarnings("ignore", message="In CPU autocast")
 
 
 def peak_memory(*_args) -> int:

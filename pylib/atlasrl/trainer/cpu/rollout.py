@@ -16,7 +16,6 @@ from atlasrl.errors import Fault
 from atlasrl.trainer.cpu.attention import ATTENTION
 from atlasrl.trainer.cpu.generate import Decoding, generate
 
-
 SMALL = 10_000_000
 """Parameters up to which a second thread costs more than it brings."""
 
