@@ -1,5 +1,6 @@
 # Variables of every process of a job on a CPU. One export a line, each with its reason; the plan prints them.
 export OMP_NUM_THREADS=1  # 2 processes x 2 threads on 2 cores were about 15x slower than 1 thread each
+export OMP_WAIT_POLICY=PASSIVE  # an idle OpenMP thread must not spin on a core that others need
 export TOKENIZERS_PARALLELISM=false  # forked tokenizer threads dead-lock in Ray workers
 export HF_HUB_OFFLINE=1  # a job never downloads: its inputs are checked before it starts
 export TRANSFORMERS_VERBOSITY=error  # warnings of 100 workers hide the one line that matters

@@ -69,6 +69,8 @@ def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str 
         plan = replace(remade, notes=plan.notes)
     total = plan.recipe.steps
     if step == 0:
+        if checkpoints.complete(run):
+            raise Fault(f"run {run.name} has checkpoints that starting over would bury; start a new run with bin/train")
         return plan, None, f"from the beginning, since --step 0 was given; target step {total}"
     chosen = checkpoints.choose(run, step)
     if chosen.step >= total and (run.export / "config.json").exists():
@@ -135,4 +137,3 @@ def stop(run: RunDir, *, save: bool, deadline: float) -> str:
     job = json.loads(attempt.job.read_text())
     importlib.import_module(f"atlasrl.launch.{job['site']}").cancel(attempt, job)
     return f"did not end within {deadline:.0f} s; its job {job['id']} was cancelled"
-

@@ -28,11 +28,17 @@ def select(run: RunDir, attempt: int | None, stage: str | None, node: int | None
     found = [
         file
         for file in files
-        if (stage is None or file.stem.rpartition("-")[0] == stage or (file.stem.startswith(stage) and "-" not in file.stem))
+        if (
+            stage is None
+            or file.stem.rpartition("-")[0] == stage
+            or (file.stem.startswith(stage) and "-" not in file.stem)
+        )
         and (node is None or file.stem.endswith(f"node{node}"))
     ]
     if not found:
-        raise Fault(f"no such log in {chosen[0].logs}; there are {', '.join(file.stem for file in files) or 'none yet'}")
+        raise Fault(
+            f"no such log in {chosen[0].logs}; there are {', '.join(file.stem for file in files) or 'none yet'}"
+        )
     return found
 
 
@@ -59,7 +65,7 @@ def added(files: list[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """The last line of a log that says something; an `error:` line in the tail is preferred."""
+    """What a log says of its end: its first `error:` line behind byte `start`, else the last line with words."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, file.seek(0, os.SEEK_END) - 65536))
@@ -67,4 +73,5 @@ def last_line(log: Path, start: int = 0) -> str:
     except OSError:
         lines = []
     errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["(nothing in its log)"])[-1][:500]
+    more = f" (and {len(errors) - 1} more: {log})" if len(errors) > 1 else ""
+    return (errors[:1] or lines[-1:] or ["(nothing in its log)"])[0][:500] + more

@@ -50,7 +50,8 @@ def check_memory(plan: Plan, available_gb: float | None = None) -> None:
     if needed > available:
         a_node = NODE_GB + plan.devices_per_node * WORKER_GB
         fits = max(int((available - (needed - plan.nodes * a_node)) / a_node), 0)
+        advice = f"ask for at most NODES={fits}" if fits else "no node fits"
         raise UsageFault(
             f"{plan.nodes} nodes on this machine need about {needed:.0f} GB ({reason}) and {available:.0f} GB are "
-            f"available; {f'ask for at most NODES={fits}' if fits else 'no node fits'}, or use a site of kind slurm or ssh"
+            f"available; {advice}, or use a site of kind slurm or ssh"
         )

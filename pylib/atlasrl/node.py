@@ -31,6 +31,7 @@ from atlasrl.rundir import AttemptDir, RunDir, write_atomically
 STOPPED, EXHAUSTED = 85, 86  # exit codes of the trainer, and of a node, beside 0 and 1
 POLL_SECONDS = 0.1
 DISMISS_SECONDS = 30
+RAY_PATIENCE_SECONDS = 5
 PATIENCE_SECONDS = 10  # between SIGTERM and SIGKILL for a stage: a checkpoint in flight is given up, not awaited
 CLOSING = ("closing", "ended", "failed")
 HOST = os.uname().nodename
@@ -77,7 +78,10 @@ class Node:
         except (OSError, ValueError):
             return {"state": "silent", "message": "its task has not started"}
         if said["host"] == HOST and said["state"] not in ("ended", "failed") and not processes.is_alive(said):
-            return {"state": "died", "message": f"node{rank}: its process {said['pid']} is gone; it was: {said['state']}"}
+            return {
+                "state": "died",
+                "message": f"node{rank}: its process {said['pid']} is gone; it was: {said['state']}",
+            }
         return said
 
 
@@ -199,9 +203,8 @@ def ray_up(node: Node, env: dict[str, str]) -> Iterator[tuple[dict[str, str], Ca
         chosen = stack.enter_context(ports.take(plans.port_seed(plan, attempt.number), slot, slots))
         here = raycluster.describe(plan, attempt.number, node.rank, own_address(node), chosen)
         env = env | chosen.environment() | addresses.environment(here.address, plan.site.nic)
-        for stale in processes.leftovers(here.temp.parent):
-            raise Fault(f"{node.name}: pid {stale.pid} of an earlier attempt still uses {here.temp.parent}; end it first")
-        here.temp.mkdir(parents=True, mode=0o700)
+        raycluster.make_temp(here.temp)
+        stack.callback(raycluster.remove_temp, here.temp)
         if node.rank == 0:
             head = here.gcs_address
         else:
@@ -210,7 +213,7 @@ def ray_up(node: Node, env: dict[str, str]) -> Iterator[tuple[dict[str, str], Ca
         node.say("starting Ray", f"at {here.address}, ports {chosen.first} and up ({chosen.reason})")
         node.run.record("ports", attempt=attempt.number, node=node.name, address=here.address, **chosen.as_dict())
         ray = processes.spawn(raycluster.start_command(plan.python, here, head), env=env, log=node.log("ray"))
-        stack.callback(raycluster.tear_down, ray, here.temp)
+        stack.callback(processes.end_tree, ray, RAY_PATIENCE_SECONDS)
         client = env | {"RAY_ADDRESS": head}
 
         def check() -> None:

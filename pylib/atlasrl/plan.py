@@ -68,6 +68,8 @@ class Plan:
         tree = asdict(self) | {
             "recipe": self.recipe.model_dump(mode="json"),
             "site": self.site.model_dump(mode="json"),
+            "environment": {name: str(value.value) for name, value in self.environment.items()},
+            "reasons": {name: value.reason for name, value in self.environment.items()},
         }
         return json.dumps(tree, indent=1) + "\n"
 
@@ -146,12 +148,13 @@ def load(run: RunDir) -> Plan:
     """
     try:
         tree = json.loads(run.plan.read_text())
+        reasons = tree.pop("reasons")
         return Plan(
             **tree
             | {
                 "recipe": recipes.parse(tree["recipe"], str(run.plan)),
                 "site": sites.parse(tree["site"], str(run.plan)),
-                "environment": {name: Value(**value) for name, value in tree["environment"].items()},
+                "environment": {name: Value(value, reasons[name]) for name, value in tree["environment"].items()},
                 "overrides": [Override(**override) for override in tree["overrides"]],
                 "notes": {name: Value(**value) for name, value in tree["notes"].items()},
             }

@@ -29,7 +29,7 @@ def checks(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "shared memory", check_shared_memory
     yield "disk", lambda: check_disk(plan)
     if rank == 0:
-        yield "model", lambda: check_model(Path(plan.model_input))
+        yield "model", lambda: check_model(Path(plan.model_input), Path(plan.model))
         yield "data", lambda: check_data(Path(plan.train))
         if plan.val:
             yield "validation data", lambda: check_data(Path(plan.val))
@@ -56,7 +56,9 @@ def check_shared_memory() -> str:
     """Ray keeps its object store in /dev/shm and falls back to slow files when it is small."""
     free = shutil.disk_usage("/dev/shm").free
     if free < 100 * 2**20:
-        raise Fault(f"/dev/shm has {free >> 20} MiB free and Ray's object store needs 100; enlarge it or remove leftovers")
+        raise Fault(
+            f"/dev/shm has {free >> 20} MiB free and Ray's object store needs 100; enlarge it or remove leftovers"
+        )
     return f"{free / 1e9:.0f} GB free in /dev/shm"
 
 
@@ -79,16 +81,17 @@ def check_disk(plan: Plan) -> str:
     return f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed"
 
 
-def check_model(path: Path) -> str:
-    """The input checkpoint, by its index and headers alone; see ckpt_tools.cast."""
-    from ckpt_tools.errors import CheckpointError
+def check_model(path: Path, target: Path) -> str:
+    """The input checkpoint, by its index and headers alone, as the cast stage will read it."""
+    from ckpt_tools import errors
+    from ckpt_tools.checkpoint import read_checkpoint
     from ckpt_tools.plan import plan_cast
 
     try:
-        planned = plan_cast(path)
-    except CheckpointError as problem:
+        planned = plan_cast(read_checkpoint(path), target, mtp="drop")
+    except errors.Fault as problem:
         raise Fault(str(problem)) from None
-    return f"{path}: {planned}"
+    return f"{path}: {len(planned.jobs)} shards to write, {len(planned.dropped)} index keys left out"
 
 
 def check_data(path: Path) -> str:
@@ -133,6 +136,9 @@ def main(run: str, rank: str) -> int:
             print(f"ok    {name}: {check()}")
         except Fault as fault:
             print(f"error: {name}: {fault}")
+            failed.append(name)
+        except Exception as problem:  # a check that breaks must not hide the others
+            print(f"error: {name}: {type(problem).__name__}: {problem}")
             failed.append(name)
     return 1 if failed else 0
 

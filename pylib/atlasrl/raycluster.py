@@ -6,9 +6,11 @@ Ray process of the host (ray issues 12264, 6135).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -144,20 +146,23 @@ def wait_for_nodes(
             raise Fault(f"{name} offers {found} devices to Ray, {devices} are planned; look at its device driver")
 
 
-def tear_down(ray: subprocess.Popen | None, temp: Path, patience: float = 5) -> None:
-    """End this node's Ray and remove its temporary folder, which is ours alone."""
-    if ray is not None:
-        processes.end_tree(ray, patience)
-    _remove(temp)
+def make_temp(temp: Path) -> None:
+    """Make this node's Ray folder, readable by nobody else; what a killed attempt left there is removed first.
+
+    Raises:
+        Fault: the folder belongs to somebody else, or a process of an earlier attempt still uses it.
+    """
+    if temp.exists():
+        if temp.is_symlink() or temp.stat().st_uid != os.getuid():
+            raise Fault(f"{temp} belongs to another user; set another `scratch` in the site file")
+        for process in processes.leftovers(temp):
+            raise Fault(f"pid {process.pid} of an earlier attempt still uses {temp}; end it, then try again")
+        remove_temp(temp)
+    temp.mkdir(parents=True, mode=0o700)
 
 
-def _remove(temp: Path) -> None:
-    for folder, names, files in os.walk(temp, topdown=False):
-        for name in files:
-            Path(folder, name).unlink(missing_ok=True)
-        for name in names:
-            path = Path(folder, name)
-            path.unlink() if path.is_symlink() else path.rmdir()
-    for folder in (temp, temp.parent):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+def remove_temp(temp: Path) -> None:
+    """Remove this node's Ray folder, and the attempt's when it was the last one in it."""
+    shutil.rmtree(temp, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        temp.parent.rmdir()

@@ -43,8 +43,8 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
+        Path(beside).chmod(0o644)
+        Path(beside).replace(path)
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise
@@ -201,7 +201,9 @@ class RunDir:
         try:
             lock.acquire()
         except Timeout:
-            raise Fault(f"run {self.name} is being written by {self.writer()}; end it first: bin/stop {self.name}") from None
+            raise Fault(
+                f"run {self.name} is being written by {self.writer()}; end it first: bin/stop {self.name}"
+            ) from None
         try:
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": round(time.time()), **who}
             write_atomically(self.owner, json.dumps(owner) + "\n")

@@ -16,7 +16,10 @@ ENV = Path(__file__).resolve().parents[2] / "env"
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([^\s;#]+)\s*(?:;\s*([^#]+))?")
 
 # One import per corner of the stack; a package can be installed and still not load.
-IMPORTS = {"cpu": ["torch", "ray", "pyarrow", "safetensors", "submitit", "tensorboard"], "npu": ["submitit", "safetensors"]}
+IMPORTS = {
+    "cpu": ["torch", "ray", "pyarrow", "safetensors", "submitit", "tensorboard"],
+    "npu": ["submitit", "safetensors"],
+}
 
 
 def pins(device: str) -> dict[str, str]:

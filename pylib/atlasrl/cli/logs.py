@@ -12,7 +12,7 @@ from atlasrl.cli import command
 @click.option("--attempt", type=click.IntRange(min=1), help="Which attempt. Default: the newest.")
 @click.option("--stage", help="Only this one: node, inputs, preflight, ray, cast, train, export, launch.")
 @click.option("--node", type=click.IntRange(min=0), help="Only this node.")
-@click.option("--lines", "-n", type=click.IntRange(min=0), default=40, show_default=True, help="Last lines of each log.")
+@click.option("--lines", "-n", type=click.IntRange(min=0), default=40, show_default=True, help="Last lines of each.")
 @click.option("--follow", "-f", is_flag=True, help="Keep printing what is added.")
 @click.option("--runs", "folder", type=click.Path(file_okay=False), help="Folder of runs.")
 def main(job, attempt, stage, node, lines, follow, folder):

@@ -11,7 +11,9 @@ from atlasrl.cli import command
 
 @command
 @click.argument("job")
-@click.option("--step", type=click.IntRange(min=0), help="Checkpoint to continue from; 0 starts again. Default: newest.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Checkpoint to continue from; 0 starts again. Default: newest."
+)
 @click.option("--steps", type=click.IntRange(min=1), help="New total number of steps. Default: the recipe's.")
 @click.option("--explain", is_flag=True, help="Say what would be loaded, from which files, and stop.")
 @click.option("--runs", "folder", type=click.Path(file_okay=False), help="Folder of runs.")

@@ -16,7 +16,9 @@ from atlasrl.cli import command
 @click.option("--devices", type=click.IntRange(min=1), help="Devices per node. Default: the recipe's.")
 @click.option("--site", default="local", show_default=True, help="Cluster: a name in jobs/sites or a YAML file.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable.")
-@click.option("--runs", "folder", type=click.Path(file_okay=False), help="Folder of runs. Default: the site's, or runs/.")
+@click.option(
+    "--runs", "folder", type=click.Path(file_okay=False), help="Folder of runs. Default: the site's, or runs/."
+)
 @click.option("--follow/--detach", default=False, help="Watch until the end, or return with the job id (default).")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The plan, or the job, as JSON.")
