@@ -123,9 +123,9 @@ def router_groups_of_the_checkpoint(original):
             chosen, experts = self.hf_config.topk_group, self.hf_config.num_experts_per_tok
             if experts != 2 * chosen:
                 raise Fault(
-                    f"config.json: num_experts_per_tok {experts} is not twice topk_group {chosen}; transformers and vLLM "
-                    f"rank a group by its best 2 experts, megatron-core by its best {experts // chosen}: they would "
-                    "choose other experts"
+                    f"config.json: num_experts_per_tok {experts} is not twice topk_group {chosen}; transformers and "
+                    f"vLLM rank a group by its best 2 experts, megatron-core by its best {experts // chosen}: they "
+                    "would choose other experts"
                 )
             self.extra_args.setdefault("moe_router_num_groups", groups)
             self.extra_args.setdefault("moe_router_group_topk", chosen)

@@ -1,8 +1,9 @@
 """The gradient self-test: does a layout compute the gradients and updates that the mathematics says?
 
-One recorded batch is trained for two optimizer steps by verl's own workers in a local Ray cluster, driven through verl's
-own dispatch with the overrides of a real run, and by an independent single-process reference. Every gradient and every
-updated parameter, merged over the workers and named as in the Hugging Face checkpoint, must agree on every worker.
+One recorded batch is trained for two optimizer steps by verl's own workers in a local Ray cluster, driven through
+verl's own dispatch with the overrides of a real run, and by an independent single-process reference. Every gradient
+and every updated parameter, merged over the workers and named as in the Hugging Face checkpoint, must agree on every
+worker.
 
 A rising reward proves nothing: each fault in docs/upstream.md left the reward rising.
 """
@@ -24,6 +25,7 @@ from atlasrl.trainer.selftest_batch import ANSWER, PROMPT, BatchShape
 from atlasrl.trainer.selftest_compare import Verdict, judge
 from atlasrl.trainer.selftest_reference import Rules, train
 
+SINGLE = Layout()
 SHAPE = BatchShape(prompts=8, samples=4)
 MINI_BATCHES = 2
 """Optimizer steps: the second one starts from updated parameters and from a history of Adam."""
@@ -36,7 +38,7 @@ class Trial:
     """One way to train the batch."""
 
     backend: str = "megatron"
-    layout: Layout = Layout()
+    layout: Layout = SINGLE
     distributed_optimizer: bool = True
     recompute: str = "none"
     dynamic_batch: bool = False

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OFFSETS = (0.0, 0.0, 0.1, -0.1, 0.5, -0.5, -2.8)
-"""new minus old log-probability: ratios 1, 1, 1.11, 0.90 (kept), 1.65, 0.61 (clipped), 0.06; -2.8 is used as +2.8 (16.4,
-beyond the dual clip at 10) for answers with a negative advantage."""
+"""new minus old log-probability: ratios 1, 1, 1.11, 0.90 (kept), 1.65, 0.61 (clipped), 0.06; -2.8 is used as +2.8 (a
+ratio of 16.4, beyond the dual clip at 10) for answers with a negative advantage."""
 PROMPT, ANSWER = 8, 12
 """Tokens of the padded prompt and answer."""
 FIRST_TOKEN = 4

@@ -1,7 +1,8 @@
 """verl's own Megatron worker, recording what it computes: gradients before clipping and parameters after each step.
 
-Recorded tensors are whole and carry Hugging Face names: shards of the distributed optimizer, tensor, pipeline and expert
-parts are put together, the last three by mbridge's own export. This module imports verl; it runs inside a Ray worker.
+Recorded tensors are whole and carry Hugging Face names: shards of the distributed optimizer, tensor, pipeline and
+expert parts are put together, the last three by mbridge's own export. This module imports verl; it runs inside a Ray
+worker.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RecordingWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_up(self, config) -> None:
         """Start over with `config` (verl's actor_rollout_ref): new parallel groups, model and optimizer."""
-        parallel_state.destroy_model_parallel()
+        _forget_parallel_groups()
         split = config.actor.megatron
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=split.tensor_model_parallel_size,
@@ -107,6 +108,15 @@ class RecordingWorker(ActorRolloutRefWorker):
         if tensors is not None:  # router biases are buffers: they have no gradient
             whole = {name: t for name, t in whole.items() if not name.endswith("e_score_correction_bias")}
         return whole
+
+
+_PRISTINE = {name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name.isupper()}
+
+
+def _forget_parallel_groups() -> None:
+    """Undo `initialize_model_parallel`; destroy_model_parallel() of 0.12 leaves the embedding ranks behind."""
+    parallel_state.destroy_model_parallel()
+    vars(parallel_state).update(_PRISTINE)
 
 
 @contextmanager

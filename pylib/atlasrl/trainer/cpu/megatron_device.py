@@ -172,7 +172,7 @@ def norm_with_sequence_parallelism(original):
 
 @_mcore_patch(
     "cpu-no-fp8",
-    "the distributed optimizer casts its FP8 parameters even when there are none, and raises without Transformer Engine",
+    "the distributed optimizer casts its FP8 parameters even when it has none: an error without Transformer Engine",
     "megatron.core.fp8_utils:_quantize_param_shard_impl",
     "Invalid Transformer Engine version",
 )
