@@ -210,6 +210,20 @@ def point_tracker(run: RunDir, step: int) -> None:
     write_atomically(run.checkpoints / TRACKER, str(step))
 
 
+def set_aside(run: RunDir, step: int) -> list[Path]:
+    """Rename checkpoints newer than `step`, from which a resume begins: they belong to a course that is given up.
+
+    Otherwise they would be taken for the newest, and the new ones pruned as older. Nothing is removed.
+    """
+    aside = []
+    for entry in survey(run):
+        if entry.step > step and not entry.path.is_symlink():
+            target = entry.path.with_name(f"superseded_{entry.path.name}_{time.time_ns()}")
+            entry.path.rename(target)
+            aside.append(target)
+    return aside
+
+
 def prune(run: RunDir, keep: int) -> list[Path]:
     """Remove complete checkpoints beyond the `keep` newest, and half-written ones older than the newest complete.
 

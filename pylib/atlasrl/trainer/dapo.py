@@ -144,10 +144,8 @@ class Collector:
             f"groups of {seen}, {self.sampling.train_batch_size} are needed"
         )
         if self.sampling.when_exhausted == "stop" or seen - found < filled:
-            share = found / seen
-            needed = (
-                f"about {-(-self.sampling.train_batch_size // share):.0f} prompts" if found else "no number of prompts"
-            )
+            prompts = -(-self.sampling.train_batch_size * seen // found) if found else None
+            needed = f"about {prompts} prompts" if prompts else "no number of prompts"
             raise Exhausted(
                 f"{arithmetic} (at this rate {needed} per step would do): the data is too easy or too hard for this "
                 "policy; change the data, raise dapo.gen_batch_size or dapo.max_gen_batches, or set "

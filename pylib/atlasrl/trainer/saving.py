@@ -83,6 +83,8 @@ def check_start(run: RunDir, recipe: Recipe, resume_from: Path | None, world_siz
     if isinstance(found, checkpoints.Remains):
         raise Fault(f"cannot resume from {resume_from}: {found.problem}; {'; '.join(checkpoints.explain(run))}")
     checkpoints.check_world(found, backend=recipe.backend, world_size=world_size)
+    for path in checkpoints.set_aside(run, found.step):
+        print(f"warning: {path.name} is newer than the resumed step {found.step}; set aside, not removed", flush=True)
     return found.step
 
 
