@@ -1,8 +1,8 @@
 """Restart semantics: which of the points that several processes wrote count.
 
 A run that is killed and resumed logs some steps twice, because logs are written more often than checkpoints. The rule
-is that of TensorBoard's `purge_step`: a later session wins from its first step on. Merging "the last value of each step"
-instead would keep values of a timeline that was given up.
+is that of TensorBoard's `purge_step`: a later session wins from its first step on. Merging "the last value of each
+step" instead would keep values of a timeline that was given up.
 
 What came later is told by what was written, never by file names. Clocks differ between hosts and are set back, so a
 session that starts at step s > 1 must follow one that reached step s - 1; the clock only decides between sessions
