@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_tools.errors import Fault
 from ckpt_tools.files import STATE_FOLDER, write_json
-from ckpt_tools.header import Header, Tensor, parse_json
+from ckpt_tools.header import parse_json
 
 PIECE = 8 << 20
 """Bytes per read; a multiple of 8, and small enough to stay in the last-level cache's neighbourhood."""
@@ -64,24 +64,12 @@ def pieces(descriptor: int, begin: int, end: int, buffer: np.ndarray, where: obj
         yield piece
 
 
-def tensor_checksum(descriptor: int, header: Header, tensor: Tensor, buffer: np.ndarray) -> str:
-    """Read one tensor's data and return its checksum."""
+def range_checksum(descriptor: int, begin: int, end: int, buffer: np.ndarray, where: object) -> str:
+    """Read a range of bytes of an open file and return its checksum."""
     checksum = Checksum()
-    begin = header.data_start + tensor.begin
-    for piece in pieces(descriptor, begin, begin + tensor.nbytes, buffer, header.path):
+    for piece in pieces(descriptor, begin, end, buffer, where):
         checksum.update(piece)
     return checksum.hexdigest()
-
-
-def shard_checksums(header: Header) -> dict[str, str]:
-    """Checksums of all tensors of a shard, by name; reads all its data once, in file order."""
-    buffer = np.empty(PIECE, np.uint8)
-    descriptor = os.open(header.path, os.O_RDONLY)
-    try:
-        ordered = sorted(header.tensors.values(), key=lambda tensor: tensor.begin)
-        return {tensor.name: tensor_checksum(descriptor, header, tensor, buffer) for tensor in ordered}
-    finally:
-        os.close(descriptor)
 
 
 def checksum_file(folder: Path) -> Path:

@@ -103,3 +103,13 @@ def widen_scales(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     else:
         flat = np.frombuffer(data, "<f2").astype(np.float32)
     return flat.astype(np.float32, copy=False).reshape(shape)
+
+
+@_compiled
+def count_marked_words(words, mask):
+    """Count words that have all bits of the mask set: the exponent bits of a float format mark NaN and infinity."""
+    count = 0
+    for i in range(words.size):
+        if words[i] & mask == mask:
+            count += 1
+    return count

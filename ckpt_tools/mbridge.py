@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckpt_tools import families
+from ckpt_tools.checkpoint import read_checkpoint
+from ckpt_tools.report import Report
 
 BRIDGE_MTP_LAYERS = (1, 61)
 """mbridge yields MTP tensors only for 1 MTP layer behind 61 (`deepseek_v3.py`, `_convert_mtp_param`)."""
@@ -83,3 +86,14 @@ def predict_unsaved(weight_map: Mapping[str, str], config: dict) -> list[Loss]:
     expected = families.expected_shapes(config) or {}
     homeless = tuple(n for n in expected if n not in weight_map and never_yielded(n, config) is None)
     return [*losses, Loss(None, {}, homeless)] if homeless else losses
+
+
+def add_predictions(folder: Path, report: Report) -> None:
+    """Add an error to a report for everything that mbridge would lose."""
+    checkpoint = read_checkpoint(folder)
+    if checkpoint.index is None:
+        problem = "has no index; mbridge asserts one for memory_efficient saves and for every FP8-capable family"
+        report.error("mbridge_unsaved", folder.name, problem, "run `ckpt repair --rebuild-index`")
+        return
+    for loss in predict_unsaved(checkpoint.index.weight_map, checkpoint.config):
+        report.error("mbridge_unsaved", loss.file or folder.name, str(loss), "run `ckpt repair` (see --drop, --mtp)")
