@@ -45,7 +45,16 @@ def create(plan: Plan, recipe: str) -> None:
         ) from None
     shutil.copyfile(find_recipe(recipe), run.recipe)
     write_atomically(run.plan, plan.to_json())
+    _link(run)
     run.record("created", recipe=recipe, nodes=plan.nodes, devices_per_node=plan.devices_per_node)
+
+
+def _link(run: RunDir) -> None:
+    """Make a run that lives elsewhere known in this clone's runs/, so that commands find it by name and job id."""
+    link = RUNS / run.name
+    if run.path.parent != RUNS and not link.is_symlink() and not link.exists():
+        RUNS.mkdir(exist_ok=True)
+        link.symlink_to(run.path)
 
 
 def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str | None, str]:
@@ -93,6 +102,12 @@ def wait_until_let_go(run: RunDir) -> None:
         time.sleep(0.2)
 
 
+def preview(plan: Plan) -> str:
+    """The plan and what would be submitted, as text for a person."""
+    launcher = importlib.import_module(f"atlasrl.launch.{plan.site.kind}")
+    return "\n".join([plans.show(plan), *([launcher.preview(plan)] if hasattr(launcher, "preview") else [])])
+
+
 def start(plan: Plan, resume_from: str | None = None) -> tuple[AttemptDir, str]:
     """Submit a new attempt; write the plan it follows first."""
     write_atomically(plan.rundir.plan, plan.to_json())
@@ -105,7 +120,17 @@ def is_alive(attempt: AttemptDir) -> bool:
         job = json.loads(attempt.job.read_text())
     except (OSError, ValueError):
         return False
-    return importlib.import_module(f"atlasrl.launch.{job['site']}").is_alive(attempt, job)
+    return _launcher(job).is_alive(attempt, job)
+
+
+def _launcher(job: dict):
+    return importlib.import_module(f"atlasrl.launch.{job['site']}")
+
+
+def _withdraw(attempt: AttemptDir) -> bool:
+    """Take a job back that only waits in a queue; no process of it would see a stop request."""
+    job = json.loads(attempt.job.read_text())
+    return hasattr(_launcher(job), "withdraw") and _launcher(job).withdraw(attempt, job)
 
 
 def stop(run: RunDir, *, save: bool, deadline: float) -> str:
@@ -124,10 +149,13 @@ def stop(run: RunDir, *, save: bool, deadline: float) -> str:
     attempts = run.attempts()
     if not attempts or not (run.writer() or is_alive(attempts[-1])):
         raise Fault(f"run {run.name} is not running: {progress.of(run).state}")
-    attempt = attempts[-1]
-    write_atomically(attempt.stop_request, json.dumps({"save": save, "time": round(time.time(), 3)}) + "\n")
     limit = time.monotonic() + deadline
     while time.monotonic() < limit:
+        attempt = run.attempts()[-1]  # a job may start again by itself just now
+        if not attempt.stop_request.exists():
+            write_atomically(attempt.stop_request, json.dumps({"save": save, "time": round(time.time(), 3)}) + "\n")
+        if _withdraw(attempt):
+            return "its job was waiting in the queue and was taken back"
         alive = is_alive(attempt)
         if attempt.outcome.exists() and not alive:
             return json.loads(attempt.outcome.read_text())["message"]
@@ -135,5 +163,5 @@ def stop(run: RunDir, *, save: bool, deadline: float) -> str:
             return "its job is gone; nothing was running any more"
         time.sleep(0.2)
     job = json.loads(attempt.job.read_text())
-    importlib.import_module(f"atlasrl.launch.{job['site']}").cancel(attempt, job)
+    _launcher(job).cancel(attempt, job)
     return f"did not end within {deadline:.0f} s; its job {job['id']} was cancelled"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ from atlasrl.progress import Progress
 from atlasrl.rundir import AttemptDir
 
 POLL_SECONDS = 0.5
+CONTINUES = ("restart", "requeue", "leave")
 
 
 def line(progress: Progress) -> str:
@@ -36,8 +36,8 @@ def line(progress: Progress) -> str:
     return " | ".join(words)
 
 
-def follow(attempt: AttemptDir, job_is_alive: Callable[[], bool], console: Console) -> dict:
-    """Show progress until the attempt ends.
+def follow(attempt: AttemptDir, job_is_alive: Callable[[AttemptDir], bool], console: Console) -> dict:
+    """Show progress until the run ends: through restarts and requeues, which a job decides on by itself.
 
     On a terminal one line is kept up to date; elsewhere a line is printed whenever stage or step change.
 
@@ -50,7 +50,7 @@ def follow(attempt: AttemptDir, job_is_alive: Callable[[], bool], console: Conso
     last = None
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            alive = job_is_alive()  # before the outcome is looked for: it may be written in between
+            alive = job_is_alive(attempt)  # before the outcome is looked for: it may be written in between
             now = progresses.of(attempt.run)
             text = line(now)
             if console.is_terminal:
@@ -58,9 +58,14 @@ def follow(attempt: AttemptDir, job_is_alive: Callable[[], bool], console: Conso
             elif (key := (now.stage, now.step)) != last:
                 console.print(text, highlight=False, soft_wrap=True)
                 last = key
-            if attempt.outcome.exists():
-                return json.loads(attempt.outcome.read_text())
-            if not alive:
+            outcome = attempt.ending()
+            if outcome and outcome.get("action") not in CONTINUES:
+                return outcome
+            if outcome and (following := attempt.run.attempt(attempt.number + 1)).job.exists():
+                words = f"attempt {attempt.number}: {outcome['kind']}: {outcome['message']} -> {outcome['action']}"
+                console.print(words, highlight=False, soft_wrap=True)
+                attempt, last = following, None
+            elif not alive:
                 raise Fault(
                     f"job of attempt {attempt.number} is gone without an outcome, at step {now.step} of {now.total}: "
                     f"{last_line(attempt.logs / 'node0.log')}; logs: bin/logs {attempt.run.name}; continue with: "

@@ -200,7 +200,8 @@ def ray_up(node: Node, env: dict[str, str]) -> Iterator[tuple[dict[str, str], Ca
     deadline = limits.deadline + limits.deadline_per_node * (plan.nodes - 1)
     with contextlib.ExitStack() as stack:
         slot, slots = plans.port_slot(plan, node.rank)
-        chosen = stack.enter_context(ports.take(plans.port_seed(plan, attempt.number), slot, slots))
+        agreed = ports.agreed(os.environ.get("ATLASRL_PORTS"))
+        chosen = stack.enter_context(ports.take(plans.port_seed(plan, attempt.number), slot, slots, agreed))
         here = raycluster.describe(plan, attempt.number, node.rank, own_address(node), chosen)
         env = env | chosen.environment() | addresses.environment(here.address, plan.site.nic)
         raycluster.make_temp(here.temp)

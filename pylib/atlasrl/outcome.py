@@ -115,13 +115,13 @@ def fruitless_attempts(events: Iterable[dict]) -> int:
 
     A submission by a person starts the count again.
     """
-    best, count, running = 0, 0, False
+    best, count, running, attempt = 0, 0, False, None
     for event in events:
         kind = event.get("event")
-        if kind == "submitted":
+        if kind == "submitted" and event.get("by", "person") == "person":
             count, running = 0, False
-        elif kind == "attempt_start":
-            count, running = count + running, True
+        elif kind in ("allocated", "attempt_start") and event["attempt"] != attempt:
+            count, running, attempt = count + running, True, event["attempt"]
         elif kind == "checkpoint" and event.get("step", 0) > best:
             best, count, running = event["step"], 0, False
     return count + running

@@ -15,6 +15,7 @@ from atlasrl.errors import Fault
 from atlasrl.rundir import RunDir, read_json_lines
 
 REWARD = "critic/score/mean"
+DECIDED = {"restart": "restarting", "requeue": "requeued", "done": "done"}
 STEP_SECONDS = "timing_s/step"
 
 
@@ -91,6 +92,9 @@ def _take_in(progress: Progress, event: dict) -> None:
         progress.stage = "ray"
     elif kind == "attempt_end":
         progress.state, progress.message = event["state"], event["message"]
+    elif kind == "decided":
+        progress.state = DECIDED.get(event["action"], progress.state if progress.state != "running" else "failed")
+        progress.message = event["message"]
 
 
 def _read_metrics(progress: Progress, run: RunDir) -> None:

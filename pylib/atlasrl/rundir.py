@@ -124,8 +124,16 @@ class AttemptDir:
 
     @property
     def outcome(self) -> Path:
-        """How the attempt ended; written by rank 0, last."""
+        """How the attempt ended; written by rank 0, last, and completed by its supervisor where there is one."""
         return self.path / "outcome.json"
+
+    def ending(self) -> dict | None:
+        """The whole outcome: {"state", "exit", "message"}, and "kind" and "action" of a supervised job."""
+        try:
+            outcome, job = json.loads(self.outcome.read_text()), json.loads(self.job.read_text())
+        except (OSError, ValueError):
+            return None
+        return outcome if job["site"] == "local" or "action" in outcome else None
 
 
 class RunDir:

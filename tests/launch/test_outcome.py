@@ -72,8 +72,8 @@ def test_whatever_ends_attempts_without_checkpoints_they_come_to_an_end(facts):
     """The trap of submitit: an early signal never counts, so the job requeues for ever."""
     events, turns = [{"event": "submitted"}], 0
     while True:
-        events += [{"event": "attempt_start"}, {"event": "attempt_end"}]
         turns += 1
+        events += [{"event": "allocated", "attempt": turns}, {"event": "attempt_end", "attempt": turns}]
         now = Facts(**{**facts.__dict__, "fruitless": outcome.fruitless_attempts(events)})
         if outcome.classify(now, LIFE).action == "stop":
             break
@@ -94,15 +94,21 @@ def test_whatever_ends_attempts_without_checkpoints_they_come_to_an_end(facts):
         ("S A 10 E A 10 E", 1),
         ("S A 10 E A 20 E A", 1),
         ("S A E A E S A", 1),
+        ("S A E A E R A", 3),
         ("S A A A", 3),
     ],
 )
 def test_fruitless_attempts_are_counted_from_the_journal(story, fruitless):
-    names = {"S": "submitted", "A": "attempt_start", "E": "attempt_end"}
-    events = [
-        {"event": "checkpoint", "step": int(word)} if word.isdigit() else {"event": names[word]}
-        for word in story.split()
-    ]
+    events, attempt = [], 0
+    for word in story.split():
+        if word == "A":  # a job without a supervisor writes only the second line
+            attempt += 1
+            events += [{"event": "allocated", "attempt": attempt}, {"event": "attempt_start", "attempt": attempt}]
+        elif word.isdigit():
+            events.append({"event": "checkpoint", "step": int(word)})
+        else:
+            names = {"S": "submitted", "E": "attempt_end", "R": "submitted"}
+            events.append({"event": names[word], "by": "the job itself" if word == "R" else "person"})
     assert outcome.fruitless_attempts(events) == fruitless
 
 

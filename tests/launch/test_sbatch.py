@@ -47,6 +47,7 @@ def text(*changes: str, nodes: int = 32, lead: int = 600, needed=(Path("/shared/
         token="t0k3n",
         lead_seconds=lead,
         needed=[*needed],
+        pythonpath="/shared/atlasrl/pylib",
     )
     return slurm.batch_text(chosen, python=PYTHON, folder=FOLDER)
 

@@ -26,14 +26,14 @@ def slurm(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "state", "alive"),
     [
-        ("123|RUNNING|node[01-32]|2026-11-30T12:00:00|2026-11-30T02:00:00|None", "RUNNING", True),
-        ("123|PENDING||N/A|2026-11-30T02:00:00|BeginTime", "PENDING", True),
-        ("123|COMPLETING|node01|2026-11-30T12:00:00|2026-11-30T02:00:00|NonZeroExitCode", "COMPLETING", True),
-        ("123|CANCELLED by 1000|node01|2026-11-30T12:00:00|2026-11-30T02:00:00|None", "CANCELLED", False),
-        ("123|CANCELLED+|None assigned|Unknown|2026-11-30T02:00:00|None", "CANCELLED", False),
-        ("123|NODE_FAIL|node01|2026-11-30T12:00:00|2026-11-30T02:00:00|NodeDown", "NODE_FAIL", False),
-        ("123|TIMEOUT|node01|2026-11-30T12:00:00|2026-11-30T02:00:00|TimeLimit", "TIMEOUT", False),
-        ("123|PENDING||N/A|N/A|(ReqNodeNotAvail|UnavailableNodes:cs[100,101])", "PENDING", True),
+        ("123|RUNNING|node[01-32]|2026-11-30T12:00:00|None", "RUNNING", True),
+        ("123|PENDING||N/A|BeginTime", "PENDING", True),
+        ("123|COMPLETING|node01|2026-11-30T12:00:00|NonZeroExitCode", "COMPLETING", True),
+        ("123|CANCELLED by 1000|node01|2026-11-30T12:00:00|None", "CANCELLED", False),
+        ("123|CANCELLED+|None assigned|Unknown|None", "CANCELLED", False),
+        ("123|NODE_FAIL|node01|2026-11-30T12:00:00|NodeDown", "NODE_FAIL", False),
+        ("123|TIMEOUT|node01|2026-11-30T12:00:00|TimeLimit", "TIMEOUT", False),
+        ("123|PENDING||N/A|(ReqNodeNotAvail|UnavailableNodes:cs[100,101])", "PENDING", True),
     ],
 )
 def test_states_are_read(line, state, alive):
@@ -42,9 +42,9 @@ def test_states_are_read(line, state, alive):
 
 
 def test_the_planned_end_is_epoch_seconds(monkeypatch):
-    found = squeue.parse("1|RUNNING|n1|2026-11-30T12:00:30|2026-11-30T02:00:00|None")
-    assert found.end == squeue.parse("1|RUNNING|n1|2026-11-30T12:00:00|x|None").end + 30
-    assert squeue.parse("1|PENDING||N/A|x|None").end is None
+    found = squeue.parse("1|RUNNING|n1|2026-11-30T12:00:30|None")
+    assert found.end == squeue.parse("1|RUNNING|n1|2026-11-30T12:00:00|None").end + 30
+    assert squeue.parse("1|PENDING||N/A|None").end is None
 
 
 def test_steps_and_older_entries_of_a_requeued_job_do_not_count(slurm):
@@ -52,8 +52,8 @@ def test_steps_and_older_entries_of_a_requeued_job_do_not_count(slurm):
     slurm("scontrol", "AccountingStorageType   = accounting_storage/slurmdbd")
     slurm(
         "sacct",
-        "7|NODE_FAIL|node01|2026-11-30T11:00:00|x|None\n7.batch|CANCELLED|node01|2026-11-30T11:00:00|x|\n"
-        "7|COMPLETED|node02|2026-11-30T12:00:00|x|None\n7.0|FAILED|node02|2026-11-30T12:00:00|x|",
+        "7|NODE_FAIL|node01|2026-11-30T11:00:00|None\n7.batch|CANCELLED|node01|2026-11-30T11:00:00|\n"
+        "7|COMPLETED|node02|2026-11-30T12:00:00|None\n7.0|FAILED|node02|2026-11-30T12:00:00|",
     )
     assert squeue.state("7").state == "COMPLETED"
 
@@ -86,7 +86,7 @@ def test_what_is_no_job_id_never_reaches_a_program(job, slurm, tmp_path):
 def test_array_ids_are_asked_for_as_they_are(slurm, tmp_path):
     path = Path(tmp_path / "squeue")
     path.write_text(
-        '#!/bin/sh\nfor word; do case $word in --jobs=*) echo "${word#--jobs=}|RUNNING|n1|N/A|x|None";; esac; done\n'
+        '#!/bin/sh\nfor word; do case $word in --jobs=*) echo "${word#--jobs=}|RUNNING|n1|N/A|None";; esac; done\n'
     )
     path.chmod(0o755)
     assert squeue.state("123_4").id == "123_4"

@@ -60,7 +60,7 @@ def watch(attempt) -> int:
 
     run, console = attempt.run, Console(highlight=False, soft_wrap=True)
     try:
-        outcome = follow.follow(attempt, lambda: control.is_alive(attempt), console)
+        outcome = follow.follow(attempt, control.is_alive, console)
     except KeyboardInterrupt:
         if json.loads(attempt.job.read_text())["site"] != "local":
             console.print(f"\nthe job goes on; watch again with bin/status {run.name}, end it with bin/stop {run.name}")

@@ -42,7 +42,7 @@ def main(recipe, name, nodes, devices, site, changes, folder, follow, dry_run, a
     run = RunDir(runs / (check_name(name) if name else control.free_name(recipe, runs)))
     plan = plans.make(recipes.load(recipe, list(changes)), cluster, run, nodes=nodes, devices_per_node=devices)
     if dry_run:
-        click.echo(plan.to_json() if as_json else plans.show(plan), nl=not as_json)
+        click.echo(plan.to_json() if as_json else control.preview(plan), nl=not as_json)
         return
     control.create(plan, recipe)
     attempt, job = control.start(plan)

@@ -133,6 +133,11 @@ def plan(
     )
 
 
+def agreed(first: str | None) -> PortPlan | None:
+    """The plan that all nodes of a job agreed on before they started; None when they did not."""
+    return PortPlan(int(first), "agreed on by all nodes of the job") if first else None
+
+
 @contextlib.contextmanager
 def take(seed: str, slot: int = 0, slots: int = 1, wanted: PortPlan | None = None) -> Iterator[PortPlan]:
     """Choose a block, prove each of its ports free by binding it, and hold the claim until the context ends.

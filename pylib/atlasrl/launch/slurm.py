@@ -9,10 +9,18 @@ folder that a node does not see makes Slurm fail without a word: a canary step n
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
-from atlasrl.errors import UsageFault
+from atlasrl import plan as plans
+from atlasrl.errors import Fault, UsageFault
+from atlasrl.launch import squeue
+from atlasrl.launch.supervisor import JobTask, lead_seconds
+from atlasrl.plan import Plan
+from atlasrl.rundir import AttemptDir, write_atomically
 from atlasrl.site import Site, minutes_of
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/proc", "/sys")
@@ -71,6 +79,7 @@ def parameters(
     token: str,
     lead_seconds: int,
     needed: list[Path],
+    pythonpath: str,
 ) -> dict:
     """Parameters of submitit's SlurmExecutor.
 
@@ -80,6 +89,7 @@ def parameters(
         folder: where Slurm and submitit write; must exist with a file `canary` that holds `token`.
         lead_seconds: how long before the time limit SIGUSR2 is sent to the tasks.
         needed: paths that every node must see.
+        pythonpath: where the tasks find this package; not taken from the submitting shell.
 
     Raises:
         UsageFault: the time limit leaves no time to train before the warning.
@@ -123,7 +133,8 @@ def parameters(
         "stderr_to_stdout": True,
         "setup": [
             "# each node sees the run, the interpreter and the inputs, or is named here",
-            shlex.join(step) + " || exit 1",
+            f"{shlex.join(step)} || exit 1",
+            f"export PYTHONPATH={shlex.quote(pythonpath)}",
         ],
         "srun_args": srun,
         "additional_parameters": {key: value for key, value in options.items() if value is not None},
@@ -139,3 +150,92 @@ def batch_text(parameters: dict, *, python: Path, folder: Path) -> str:
 
 def _command(python: Path, folder: Path) -> str:
     return shlex.join([str(python), "-u", "-m", "submitit.core._submit", str(folder)])
+
+
+def needed_by(plan: Plan) -> list[Path]:
+    """Paths outside the run that every node must see."""
+    recipe = plan.recipe
+    inputs = [recipe.model.path, recipe.data.train, recipe.data.val, recipe.data.reward]
+    return [plans.ROOT, *(path for path in inputs if path), *plan.site.shared]
+
+
+def job_parameters(plan: Plan, token: str) -> dict:
+    """Parameters of the batch job of a plan. Raises UsageFault."""
+    refuse_node_local(Path(plan.run))
+    return parameters(
+        plan.site,
+        nodes=plan.nodes,
+        name=plan.rundir.name,
+        python=Path(plan.python),
+        folder=folder_of(plan),
+        token=token,
+        lead_seconds=round(lead_seconds(plan.rundir, plan.site.life)[0]),
+        needed=needed_by(plan),
+        pythonpath=str(plan.environment["PYTHONPATH"].value),
+    )
+
+
+def folder_of(plan: Plan) -> Path:
+    """Where Slurm and submitit write."""
+    return Path(plan.run) / "slurm"
+
+
+def preview(plan: Plan) -> str:
+    """The batch script of a plan, as `bin/train --dry-run` shows it; the token is new for each submission."""
+    return "\nbatch script\n" + batch_text(
+        job_parameters(plan, "TOKEN"), python=Path(plan.python), folder=folder_of(plan)
+    )
+
+
+def submit(plan: Plan, attempt: AttemptDir) -> str:
+    """Hand an attempt to Slurm and return the job id.
+
+    Raises:
+        Fault: no Slurm client here, or Slurm refuses the job; the message is Slurm's own.
+    """
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        raise Fault("sbatch and srun are not on this machine; submit where the Slurm client is, or use --site local")
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError
+
+    folder, token = folder_of(plan), secrets.token_hex(8)
+    chosen = job_parameters(plan, token)
+    folder.mkdir(exist_ok=True)
+    write_atomically(folder / "canary", token + "\n")
+    executor = SlurmExecutor(folder, python=shlex.quote(plan.python))
+    executor.parameters.update(chosen)  # update_parameters() would convert sizes and refuse None
+    try:
+        job = executor.submit(JobTask(plan.run, attempt.number, token))
+    except (FailedJobError, subprocess.CalledProcessError) as problem:
+        raise Fault(
+            f"Slurm refuses the job: {_last_words(problem)}; the script is that of bin/train --dry-run"
+        ) from None
+    return job.job_id
+
+
+def _last_words(problem: Exception) -> str:
+    lines = [line for line in str(problem).splitlines() if line.strip()]
+    told = [line for line in lines if "error" in line]
+    return (told or lines or [type(problem).__name__])[-1].strip()
+
+
+def is_alive(attempt: AttemptDir, job: dict) -> bool:
+    """Whether the job of an attempt is queued, running, or coming back."""
+    state = squeue.state(job["id"]) if job.get("id") else None
+    return state is not None and state.is_alive
+
+
+def withdraw(attempt: AttemptDir, job: dict) -> bool:
+    """Cancel a job that waits in the queue; False when it does not wait."""
+    state = squeue.state(job["id"]) if job.get("id") else None
+    if state is None or state.state not in squeue.WAITING:
+        return False
+    cancel(attempt, job)
+    return True
+
+
+def cancel(attempt: AttemptDir, job: dict) -> None:
+    """scancel; Slurm sends SIGTERM, waits KillWait, and sends SIGKILL. Raises Fault."""
+    answer = subprocess.run(["scancel", job["id"]], capture_output=True, text=True, timeout=60, check=False)
+    if answer.returncode:
+        raise Fault(f"Slurm does not cancel job {job['id']}: {answer.stderr.strip()}")

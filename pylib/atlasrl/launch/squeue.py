@@ -13,12 +13,13 @@ from datetime import datetime
 
 from atlasrl.errors import Fault
 
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ALIVE = {
-    *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"),
-    *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+    *WAITING,
+    *("CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"),
 }
-SQUEUE = "%i|%T|%N|%e|%V|%r"  # id, state, nodes, end, submission, reason; the reason last: it may hold a bar
-SACCT = "JobID,State,NodeList,End,Submit,Reason"
+SQUEUE = "%i|%T|%N|%e|%r"  # id, state, nodes, end, reason; the reason last: it may hold a bar
+SACCT = "JobID,State,NodeList,End,Reason"
 PATIENCE_SECONDS = 60  # a controller that fails over or reads a new configuration
 
 
@@ -38,8 +39,8 @@ class JobState:
 
 
 def parse(line: str) -> JobState:
-    """Read one line of `squeue --format=%i|%T|%N|%e|%V|%r` or of `sacct --parsable2` with the same columns."""
-    job, state, nodes, end, _, reason = line.split("|", 5)
+    """Read one line of `squeue --format=%i|%T|%N|%e|%r` or of `sacct --parsable2` with the same columns."""
+    job, state, nodes, end, reason = line.split("|", 4)
     # sacct writes "CANCELLED by 1000" and "CANCELLED+"
     return JobState(job, re.split(r"[ +]", state)[0], nodes.replace("None assigned", ""), _epoch(end), reason)
 
@@ -53,7 +54,7 @@ def _epoch(text: str) -> float | None:
 
 def newest(lines: list[str]) -> JobState | None:
     """The state of the job itself out of several lines: steps (`12.batch`) are left out, the last entry wins."""
-    jobs = [parse(line) for line in lines if line.count("|") >= 5]
+    jobs = [parse(line) for line in lines if line.count("|") >= 4]
     jobs = [job for job in jobs if "." not in job.id]
     return jobs[-1] if jobs else None
 

@@ -19,21 +19,33 @@ from atlasrl.plan import Plan
 from atlasrl.rundir import AttemptDir, write_atomically
 
 
-def submit(plan: Plan, resume_from: str | None = None) -> tuple[AttemptDir, str]:
+def submit(plan: Plan, resume_from: str | None = None, *, by: str = "person") -> tuple[AttemptDir, str]:
     """Start a new attempt of a planned run.
 
     Args:
         resume_from: checkpoint folder to continue from; None starts at step 0.
+        by: who submits: a person, or a job that Slurm would not requeue.
 
     Returns:
         The attempt and its job id. `launch.<site kind>.submit` does the handing over.
     """
-    run = plan.rundir
-    numbers = [attempt.number for attempt in run.attempts()]
-    attempt = run.attempt(max(numbers, default=0) + 1)
+    attempt = open_attempt(plan, resume_from)
+    launcher = importlib.import_module(f"atlasrl.launch.{plan.site.kind}")
+    job_id = launcher.submit(plan, attempt)
+    _write_job(attempt, id=job_id)
+    plan.rundir.record(
+        "submitted", attempt=attempt.number, job=job_id, site=plan.site.kind, resume_from=resume_from, by=by
+    )
+    return attempt, job_id
+
+
+def open_attempt(plan: Plan, resume_from: str | None, *, job: str | None = None) -> AttemptDir:
+    """Make the folder of the next attempt; `job` is known when a running job opens it."""
+    numbers = [attempt.number for attempt in plan.rundir.attempts()]
+    attempt = plan.rundir.attempt(max(numbers, default=0) + 1)
     attempt.logs.mkdir(parents=True)
     _make_token(plan)
-    job = {
+    facts = {
         "command": sys.argv,
         "resume_from": resume_from,
         "host": platform.node(),
@@ -42,12 +54,12 @@ def submit(plan: Plan, resume_from: str | None = None) -> tuple[AttemptDir, str]
         "site": plan.site.kind,
         "time": round(time.time(), 3),
     }
-    write_atomically(attempt.job, json.dumps(job, indent=1) + "\n")
-    launcher = importlib.import_module(f"atlasrl.launch.{plan.site.kind}")
-    job_id = launcher.submit(plan, attempt)
-    write_atomically(attempt.job, json.dumps({"id": job_id, **job}, indent=1) + "\n")
-    run.record("submitted", attempt=attempt.number, job=job_id, site=plan.site.kind, resume_from=resume_from)
-    return attempt, job_id
+    write_atomically(attempt.job, json.dumps({"id": job, **facts}, indent=1) + "\n")
+    return attempt
+
+
+def _write_job(attempt: AttemptDir, **facts) -> None:
+    write_atomically(attempt.job, json.dumps(json.loads(attempt.job.read_text()) | facts, indent=1) + "\n")
 
 
 def _make_token(plan: Plan) -> None:

@@ -1,0 +1,337 @@
+"""One supervisor per node, for the whole life of a job. Imports neither Ray nor torch, and outlives what it starts.
+
+    rank 0      opens an attempt, lets all nodes check in, starts it everywhere, watches the end of the allocation,
+                and when the attempt has ended decides: done, restart here, requeue, or stop and say why
+    the others  answer, start their node process when told, report its end, wait for the next word
+
+They speak through small files in <run>/jobs/<job>.<restarts>-<token>/; job ids come back, so the token of the
+submission is part of the name. `order.json` is rank 0's last word, `task<k>.json` that of rank k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+from atlasrl import checkpoints, outcome, processes
+from atlasrl import plan as plans
+from atlasrl.errors import Fault
+from atlasrl.launch import checkin, submission
+from atlasrl.outcome import Facts, Outcome
+from atlasrl.rundir import AttemptDir, RunDir, read_json_lines, write_atomically
+from atlasrl.site import Life
+
+POLL_SECONDS = 0.2
+REPORT_SECONDS = 60  # from the end of rank 0's node process to those of the others: they end their Ray first
+LAST_CALL_SECONDS = 60  # before the allocation's end: an unfinished save is given up, while a requeue is possible
+LOOK_SECONDS = 5  # between looks at the clock of the allocation
+STATES = {"done": "done", "stopped": "stopped", "data exhausted": "exhausted"}
+
+
+class Allocation(Protocol):
+    """The nodes of a job, as a scheduler gave them."""
+
+    job: str
+    rank: int
+    names: list[str]
+    incarnation: str
+    is_fresh: bool
+
+    def end(self) -> float | None: ...
+
+    def requeue(self) -> None: ...
+
+
+class Supervisor:
+    """The supervisor of one node."""
+
+    def __init__(self, run: RunDir, token: str, here: Allocation):
+        self.run, self.here = run, here
+        self.plan = plans.load(run)
+        self.folder = run.path / "jobs" / f"{here.incarnation}-{token}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.node: subprocess.Popen | None = None
+        self.signals: list[int] = []
+        self.next_look = 0.0
+
+    def supervise(self, first_attempt: int) -> int:
+        """Live through the job; returns the exit code of the task."""
+        processes.adopt_orphans()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):  # submitit's own handlers would requeue
+            signal.signal(number, lambda received, _: self.signals.append(received))
+        try:
+            return self.lead(first_attempt) if self.here.rank == 0 else self.follow()
+        finally:
+            processes.end_descendants(patience=2)
+
+    # --- rank 0 ---
+
+    def lead(self, first_attempt: int) -> int:
+        attempt = self.run.attempt(first_attempt) if self.here.is_fresh else self.next_attempt()
+        self.close_earlier_attempts(attempt)
+        while True:
+            found = self.run_attempt(attempt)
+            if found.action != "restart":
+                break
+            attempt = self.next_attempt()
+        self.order(do="leave")
+        if found.action == "requeue":
+            self.requeue(attempt)
+            return 0
+        return 0 if found.action in ("done", "leave") or found.kind == "stopped" else 1
+
+    def next_attempt(self) -> AttemptDir:
+        """A new attempt in this allocation, from the newest complete checkpoint."""
+        newest = next(iter(checkpoints.complete(self.run)), None)
+        return submission.open_attempt(self.plan, str(newest.path) if newest else None, job=self.here.job)
+
+    def close_earlier_attempts(self, current: AttemptDir) -> None:
+        """Write down how attempts ended that could not do so themselves: their head lost its power, or was killed."""
+        for attempt in self.run.attempts():
+            if attempt.number < current.number and not attempt.outcome.exists():
+                words = "ended without a word: its head node was lost, or the scheduler killed the job"
+                self.settle(attempt, Outcome("node failure", "leave", words), code=1)
+
+    def run_attempt(self, attempt: AttemptDir) -> Outcome:
+        """Check in, run, and classify one attempt."""
+        number, names = attempt.number, self.here.names
+        self.run.record("allocated", attempt=number, job=self.here.job, incarnation=self.here.incarnation, nodes=names)
+        lost: list[str] = []
+        try:
+            first_port = self.check_in(attempt)
+        except Fault as fault:
+            code, message = fault.exit_code, str(fault)
+            lost = self.silent("answered", number)
+            stage_exit = None if lost or self.signals else outcome.FAULT
+        else:
+            self.order(do="run", attempt=number, ports=first_port)
+            code, message = self.run_node(attempt, first_port)
+            self.await_all("ended", number, REPORT_SECONDS)
+            lost = self.silent("ended", number)
+            stage_exit = self.failed_stage(number)
+        facts = Facts(
+            exit=code,
+            message=message,
+            stage_exit=stage_exit,
+            asked=self.asked(attempt),
+            lost=tuple(lost),
+            fruitless=outcome.fruitless_attempts(self.run.events()),
+            seconds_left=end - time.time() if (end := self.here.end()) else None,
+            seconds_needed=2 * lead_seconds(self.run, self.plan.site.life)[0],
+        )
+        found = outcome.classify(facts, self.plan.site.life)
+        self.settle(attempt, found, code)
+        return found
+
+    def check_in(self, attempt: AttemptDir) -> int:
+        """Let every node answer, and agree on the ports.
+
+        Returns:
+            The first port of the block.
+
+        Raises:
+            Fault: nodes that did not answer in time, or everything that is wrong on any of them.
+        """
+        started, limits = time.monotonic(), self.plan.site.ray
+        deadline = limits.deadline + limits.deadline_per_node * (len(self.here.names) - 1)
+        self.order(do="answer", attempt=attempt.number)
+        self.report("answered", attempt.number, answer=checkin.answer(self.plan, self.name()))
+        self.await_all("answered", attempt.number, deadline)
+        if silent := self.silent("answered", attempt.number):
+            there = len(self.here.names) - len(silent)
+            raise Fault(
+                f"{there}/{len(self.here.names)} nodes answered within {deadline:.0f} s; missing: {', '.join(silent)}; "
+                f"look at {self.run.path / 'slurm'} and at their slurmd"
+            )
+        answers = [self.heard_of(rank)["answer"] for rank in range(len(self.here.names))]
+        if found := checkin.problems(answers):
+            raise Fault("; ".join(found))
+        chosen = checkin.agree_on_ports(plans.port_seed(self.plan, attempt.number), answers)
+        self.run.record(
+            "checked_in",
+            attempt=attempt.number,
+            seconds=round(time.monotonic() - started, 2),
+            addresses={each["node"]: each["address"] for each in answers},
+            ports=chosen.as_dict(),
+        )
+        return chosen.first
+
+    def settle(self, attempt: AttemptDir, found: Outcome, code: int) -> None:
+        """Write down how an attempt ended and what follows."""
+        state = STATES.get(found.kind, "failed")
+        fields = {"attempt": attempt.number, "kind": found.kind, "action": found.action, "message": found.reason}
+        self.run.record("decided", **fields)
+        write_atomically(attempt.outcome, json.dumps({"state": state, "exit": code, **fields}) + "\n")
+        print(
+            f"{time.strftime('%H:%M:%S')} attempt {attempt.number}: {found.kind}: {found.reason} -> {found.action}",
+            flush=True,
+        )
+
+    def requeue(self, attempt: AttemptDir) -> None:
+        """Queue the job again; where Slurm would not, submit a new one."""
+        try:
+            self.here.requeue()
+        except Fault as fault:
+            self.run.record("requeue_refused", attempt=attempt.number, job=self.here.job, message=str(fault))
+            newest = next(iter(checkpoints.complete(self.run)), None)
+            submission.submit(self.plan, str(newest.path) if newest else None, by="the job itself")
+
+    # --- every rank ---
+
+    def follow(self) -> int:
+        """On the other ranks: do what rank 0 says until it says leave."""
+        done: dict | None = None
+        while True:
+            order = _read(self.folder / "order.json")
+            if order is None or order == done:
+                if signal.SIGTERM in self.signals or signal.SIGINT in self.signals:
+                    return 0
+                time.sleep(POLL_SECONDS)
+                continue
+            if order["do"] == "leave":
+                return 0
+            number = order["attempt"]
+            if order["do"] == "answer":
+                self.report("answered", number, answer=checkin.answer(self.plan, self.name()))
+            else:
+                code, message = self.run_node(self.run.attempt(number), order["ports"])
+                self.report("ended", number, exit=code, message=message)
+            done = order
+
+    def run_node(self, attempt: AttemptDir, first_port: int) -> tuple[int, str]:
+        """Run this node's part of an attempt to its end, and everything that ends an attempt early.
+
+        Returns:
+            Exit code (negative: killed by that signal) and last words.
+        """
+        rank, env = self.here.rank, os.environ | {"ATLASRL_JOB": self.here.job, "ATLASRL_PORTS": str(first_port)}
+        attempt.logs.mkdir(parents=True, exist_ok=True)
+        self.node = processes.spawn(
+            [self.plan.python, "-m", "atlasrl.node", str(self.run.path), str(attempt.number), str(rank)],
+            env=env,
+            log=attempt.logs / f"node{rank}.log",
+            death_signal=signal.SIGTERM,
+        )
+        told = False
+        while self.node.poll() is None:
+            if not told and {signal.SIGTERM, signal.SIGINT} & set(self.signals):
+                self.node.terminate()
+                told = True
+            if rank == 0:
+                self.mind_the_end(attempt)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.node.wait(POLL_SECONDS)
+        processes.end_descendants(patience=2)
+        said = _read(attempt.node(rank)) or {}
+        code = self.node.returncode
+        if said.get("state") in ("ended", "failed"):
+            return code, said["message"]
+        words = f"node{rank} ({self.name()}): its process ended with {code}; it was: {said.get('state', 'starting')}"
+        write_atomically(
+            attempt.node(rank), json.dumps({**said, "host": self.name(), "state": "failed", "message": words}) + "\n"
+        )
+        return code, words
+
+    def mind_the_end(self, attempt: AttemptDir) -> None:
+        """Ask for a checkpoint when the scheduler warns us or the allocation is about to end."""
+        if signal.SIGUSR2 in self.signals and not attempt.stop_request.exists():
+            self.ask_to_stop(attempt, "warning", "SIGUSR2 from the scheduler")
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look = time.monotonic() + LOOK_SECONDS
+        if (end := self.here.end()) is None:
+            return
+        left = end - time.time()
+        needed, why = lead_seconds(self.run, self.plan.site.life)
+        if left < needed and not attempt.stop_request.exists():
+            words = f"{left:.0f} s are left of the allocation, {needed:.0f} s are needed to save ({why})"
+            self.ask_to_stop(attempt, "time limit", words)
+        elif left < min(LAST_CALL_SECONDS, needed / 2):
+            self.node.terminate()
+
+    def ask_to_stop(self, attempt: AttemptDir, by: str, why: str) -> None:
+        write_atomically(
+            attempt.stop_request, json.dumps({"save": True, "by": by, "time": round(time.time(), 3)}) + "\n"
+        )
+        self.run.record("asked_to_stop", attempt=attempt.number, by=by, message=why)
+
+    # --- what was said ---
+
+    def name(self) -> str:
+        return self.here.names[self.here.rank]
+
+    def order(self, **words) -> None:
+        write_atomically(self.folder / "order.json", json.dumps(words) + "\n")
+
+    def report(self, state: str, attempt: int, **words) -> None:
+        words = {"state": state, "attempt": attempt, **words}
+        write_atomically(self.folder / f"task{self.here.rank}.json", json.dumps(words) + "\n")
+
+    def heard_of(self, rank: int) -> dict:
+        return _read(self.folder / f"task{rank}.json") or {"state": "silent", "attempt": None}
+
+    def silent(self, state: str, attempt: int) -> list[str]:
+        """Names of the nodes whose task did not reach a state of an attempt."""
+        heard = {rank: self.heard_of(rank) for rank in range(1, len(self.here.names))}
+        return [
+            self.here.names[rank]
+            for rank, words in heard.items()
+            if words["attempt"] != attempt or (words["state"] != state and words["state"] != "ended")
+        ]
+
+    def await_all(self, state: str, attempt: int, deadline: float) -> None:
+        limit = time.monotonic() + deadline
+        while self.silent(state, attempt) and time.monotonic() < limit and signal.SIGTERM not in self.signals:
+            time.sleep(POLL_SECONDS)
+
+    def asked(self, attempt: AttemptDir) -> str | None:
+        """Who asked the attempt to end."""
+        request = _read(attempt.stop_request)
+        if request is not None and "by" not in request:
+            return "person"
+        if {signal.SIGTERM, signal.SIGINT} & set(self.signals):
+            return "signal"
+        return request["by"] if request else None
+
+    def failed_stage(self, attempt: int) -> int | None:
+        """Exit code of the last stage of an attempt that failed by itself, on whatever node."""
+        ends = [e for e in self.run.events() if e["event"] == "stage_end" and e["attempt"] == attempt]
+        codes = [event["exit"] for event in ends if isinstance(event["exit"], int) and event["exit"] != 0]
+        return codes[-1] if codes else None
+
+
+def lead_seconds(run: RunDir, life: Life) -> tuple[float, str]:
+    """How long before a planned end a run must begin to save, from its own steps and saves, and why."""
+    steps = [line["data"] for attempt in run.attempts() for line in read_json_lines(attempt.metrics)]
+    saves = [event["seconds"] for event in run.events() if event["event"] == "checkpoint"]
+    return outcome.seconds_to_save(steps[-20:], saves[-20:], life)
+
+
+def _read(path: Path) -> dict | None:
+    """A small JSON file that another node writes; None while it is not there."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    with contextlib.suppress(OSError):
+        list(path.parent.iterdir())  # an NFS client remembers for a while that a file was absent; this makes it look
+    return None
+
+
+class JobTask:
+    """What submitit runs once per node. Holds only words and numbers, so that a pickle of any age means the same."""
+
+    def __init__(self, run: str, attempt: int, token: str):
+        self.run, self.attempt, self.token = run, attempt, token
+
+    def __call__(self) -> int:
+        from atlasrl.launch.allocation import SlurmAllocation
+
+        code = Supervisor(RunDir(self.run), self.token, SlurmAllocation.here()).supervise(self.attempt)
+        sys.stdout.flush()
+        raise SystemExit(code)  # no Exception: submitit would write a result, and the requeued job would find it
