@@ -13,16 +13,23 @@ from ckpt_tools.index import Index, read_index
 
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 
+SINGLE = "model.safetensors"
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`headers` holds the intact shards by file name, `broken` why the others are not. `config` is {} without one."""
+    """A folder as it lies on disk.
+
+    `headers` holds the intact shards by file name, `broken` why the others are not, `strangers` files that no loader
+    would read as part of this checkpoint (an adapter, another format's copy). `config` is {} without a config.json.
+    """
 
     path: Path
     index: Index | None
     headers: dict[str, Header]
     broken: dict[str, HeaderFault]
     config: dict
+    strangers: tuple[Header, ...] = ()
 
     def locations(self) -> dict[str, list[str]]:
         """Which files hold each tensor, by their headers; more than one is a defect."""
@@ -72,10 +79,27 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         files |= {file for file in index.files() if is_plain_name(file) and (folder / file).exists()}
     if not files and index is None:
         raise UsageFault(f"{folder}: holds neither *.safetensors nor an index; give the folder of the checkpoint")
-    headers, broken = {}, {}
+    members = member_files(files, index)
+    headers, broken, strangers = {}, {}, []
     for file in sorted(files):
         try:
-            headers[file] = read_header(folder / file)
+            header = read_header(folder / file)
         except HeaderFault as fault:
             broken[file] = fault
-    return Checkpoint(folder, index, headers, broken, read_config(folder))
+        else:
+            if file in members:
+                headers[file] = header
+            else:
+                strangers.append(header)
+    return Checkpoint(folder, index, headers, broken, read_config(folder), tuple(strangers))
+
+
+def member_files(files: set[str], index: Index | None) -> set[str]:
+    """The files that make up the checkpoint: those the index names and those named like shards of a save.
+
+    Without an index, as loaders do, `model.safetensors` alone when it is there, else every file.
+    """
+    if index is not None and index.weight_map:
+        listed = set(index.files())
+        return {file for file in files if file in listed or SHARD_NAME.fullmatch(file)}
+    return {SINGLE} if SINGLE in files else files

@@ -103,13 +103,10 @@ def plan_repair(checkpoint: Checkpoint, wishes: Wishes) -> RepairPlan:
     listed = checkpoint.index.weight_map if checkpoint.index else {}
     locations, config = checkpoint.locations(), checkpoint.config
     quantised = any(tensor.dtype == "F8_E4M3" for tensor in checkpoint.tensors().values())
-    members = _member_files(checkpoint)
     changes: list[str] = []
     dropped: set[str] = set()
     for name in {**listed, **locations}:
         held = locations.get(name)
-        if held and not any(file in members for file in held):
-            continue
         if reason := drop_reason(name, bool(held), config, quantised, wishes):
             dropped.add(name)
             changes.append(f"drop {name}: {reason}")
@@ -121,7 +118,7 @@ def plan_repair(checkpoint: Checkpoint, wishes: Wishes) -> RepairPlan:
             changes.append(f"list {name} in {held[0]}")
         elif listed[name] != held[0]:
             changes.append(f"list {name} in {held[0]} instead of {listed[name]}")
-    edits, removed = _edit_shards(checkpoint, members, dropped, changes)
+    edits, removed = _edit_shards(checkpoint, dropped, changes)
     headers = [_header_after(checkpoint.path, edit) for edit in edits]
     texts: dict[str, str] = {}
     new_config = config
@@ -157,18 +154,10 @@ def _refuse_the_unprovable(checkpoint: Checkpoint, wishes: Wishes) -> None:
             )
 
 
-def _member_files(checkpoint: Checkpoint) -> set[str]:
-    """The files that make up the checkpoint; a foreign file beside it (adapter, consolidated) is left alone."""
-    if checkpoint.index is None or not checkpoint.index.weight_map:
-        return set(checkpoint.headers)
-    listed = set(checkpoint.index.files())
-    return {file for file in checkpoint.headers if file in listed or SHARD_NAME.fullmatch(file)}
-
-
-def _edit_shards(checkpoint, members, dropped, changes) -> tuple[tuple[ShardEdit, ...], tuple[str, ...]]:
+def _edit_shards(checkpoint, dropped, changes) -> tuple[tuple[ShardEdit, ...], tuple[str, ...]]:
     kept: list[tuple[Header, tuple[Tensor, ...], bool]] = []
     removed = []
-    for file in sorted(members):
+    for file in sorted(checkpoint.headers):
         header = checkpoint.headers[file]
         stay = sorted((t for t in header.tensors.values() if t.name not in dropped), key=lambda t: t.begin)
         if not stay:

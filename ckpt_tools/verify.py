@@ -74,6 +74,9 @@ def check_files(checkpoint: Checkpoint, report: Report) -> None:
             report.warn("no_format", file, problem, f"{REPAIR} (rewrites the header only)")
         if not header.tensors:
             report.warn("empty_shard", file, "holds no tensor", f"{REPAIR} (removes it)")
+    for header in checkpoint.strangers:
+        problem = f"is no part of this checkpoint ({len(header.tensors)} tensors); it is never loaded"
+        report.warn("unlisted_file", header.path.name, problem, "move it elsewhere if it does not belong here")
     present = set(checkpoint.headers) | set(checkpoint.broken)
     numbered = [match for file in present if (match := SHARD_NAME.fullmatch(file))]
     by_stem: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -138,16 +141,11 @@ def _absent_tensor(report: Report, name: str, file: str, elsewhere: list[str] | 
 
 
 def _unlisted(checkpoint: Checkpoint, report: Report) -> None:
-    """Tensors the index does not know. A whole foreign file beside the checkpoint is only odd."""
-    listed = set(checkpoint.index.files())
+    """Tensors of shards that the index does not know."""
     for file, header in checkpoint.headers.items():
-        unknown = [name for name in header.tensors if name not in checkpoint.index.weight_map]
-        if file not in listed and not SHARD_NAME.fullmatch(file):
-            problem = f"the index does not name this file ({len(header.tensors)} tensors); it is never loaded"
-            report.warn("unlisted_file", file, problem, "move it elsewhere if it does not belong here")
-            continue
-        for name in unknown:
-            report.error("unlisted_tensor", name, f"lies in {file}, the index does not list it", REPAIR)
+        for name in header.tensors:
+            if name not in checkpoint.index.weight_map:
+                report.error("unlisted_tensor", name, f"lies in {file}, the index does not list it", REPAIR)
 
 
 def check_total_size(checkpoint: Checkpoint, report: Report) -> None:

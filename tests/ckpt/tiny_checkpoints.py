@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,8 @@ TINY_DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 320,
+    "hidden_size": 192,
+    "intermediate_size": 160,
     "moe_intermediate_size": 96,
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
@@ -93,13 +95,23 @@ def random_tensor(generator, name: str, shape: tuple[int, ...], fp8: bool) -> di
 
 def deepseek(folder: Path, *, fp8: bool = True, shards: int = 3, seed: int = 0, **changes) -> Path:
     """A tiny DeepSeek-V3 with an MTP layer: FP8 with scales, or BF16."""
-    config = {**TINY_DEEPSEEK, **changes}
+    folder.mkdir(parents=True)
+    for name, content in _deepseek_files(fp8, shards, seed, json.dumps(changes)).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@functools.cache
+def _deepseek_files(fp8: bool, shards: int, seed: int, changes: str) -> dict[str, bytes]:
+    config = {**TINY_DEEPSEEK, **json.loads(changes)}
     generator = np.random.default_rng(seed)
     members: list[dict] = [{} for _ in range(shards)]
     shapes = expected_shapes(config)
     for position, (name, shape) in enumerate(shapes.items()):
         members[position * shards // len(shapes)] |= random_tensor(generator, name, shape, fp8)
-    return write_checkpoint(folder, members, {**config, "quantization_config": QUANTISED} if fp8 else config)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), members, {**config, "quantization_config": QUANTISED} if fp8 else config)
+        return tree_bytes(Path(folder))
 
 
 def tree_bytes(folder: Path) -> dict[str, bytes]:
