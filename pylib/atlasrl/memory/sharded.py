@@ -1,0 +1,161 @@
+"""Memory of one FSDP2 worker of verl, byte by byte where tensors decide, and resident growth of its phases on a CPU.
+
+verl 0.7.0 shards every weight along its first dimension that the number of workers divides, else along the first with
+padding (`get_shard_placement_fn`). Master weights, gradients and AdamW moments are float32 shards; the model is the
+plain Hugging Face one, so activations are those of its layers with scaled-dot-product attention. Logits and what
+scoring and loss make of them follow `dp_actor._forward_micro_batch`, `logprobs_from_logits_v2`, `entropy_from_logits`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atlasrl.memory.architecture import Architecture, Weight
+from atlasrl.memory.parameters import share
+
+FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Shapes of one worker's forward passes; every row is padded to prompt + response tokens."""
+
+    prompt: int
+    response: int
+    rows: int  # of one micro-batch of the update
+    scored_rows: int  # of one forward pass that scores
+    recompute: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Exact bytes of the tensors that one worker holds."""
+
+    weights: int
+    buffers: int
+    gradients: int  # from the first backward to the end of the update
+    optimizer: int  # from the first step on
+    update_logits: int  # the last layer's output of one micro-batch
+    score_logits: int
+
+
+def shard_rows(weight: Weight, world: int, rank: int) -> int:
+    """Elements of one copy of a weight on one worker."""
+    if any(size % world == 0 for size in weight.shape):
+        return weight.size // world
+    first = weight.shape[0]
+    chunk = share(first, world)
+    rows = max(0, min(chunk, first - rank * chunk))
+    return rows * (weight.size // first)
+
+
+def worker(a: Architecture, b: Batch, world: int, rank: int, compute_bytes: int = FLOAT) -> Worker:
+    """What worker `rank` of `world` holds."""
+    trained = [weight for _, weight in a.tensors() if weight.trained]
+    elements = sum(shard_rows(weight, world, rank) for weight in trained)
+    logit = compute_bytes * a.vocabulary
+    return Worker(
+        weights=FLOAT * elements,
+        buffers=_buffers(a),
+        gradients=FLOAT * elements,
+        optimizer=2 * FLOAT * elements + FLOAT * len(trained),  # two moments, and a step count for every weight
+        update_logits=b.rows * b.tokens * logit,
+        score_logits=b.scored_rows * b.tokens * logit,
+    )
+
+
+def _buffers(a: Architecture) -> int:
+    """Untrained tensors that every worker holds whole: rotary frequencies and correction biases."""
+    rotary = a.latent.rope if a.latent else a.head_width
+    biases = sum(weight.size for _, weight in a.tensors() if not weight.trained)
+    return FLOAT * (rotary // 2 + biases)
+
+
+def unit_elements(a: Architecture) -> dict[str, int]:
+    """Elements of the FSDP units: the embedding (unless tied), a layer of each kind, and the root with the rest."""
+    outer = {weight.name: weight.size for weight in a.outer_weights}
+    embedding = outer.pop("model.embed_tokens.weight")
+    root = sum(outer.values()) + (embedding if a.tied else 0)
+    kinds = {a.is_dense(i) for i in range(a.layers)}
+    layers = [sum(w.size * w.copies for w in a.layer_weights(dense) if w.trained) for dense in kinds]
+    return {"embedding": 0 if a.tied else embedding, "layer": max(layers), "root": root}
+
+
+def layer_floats(a: Architecture, dense: bool) -> int:
+    """Floats per token that autograd keeps of one Hugging Face layer.
+
+    Per RMSNorm its normalised input and its output; the residual stream twice; for attention the expanded q, k, v, the
+    output and its transposed copy; for SwiGLU gate, activation, up and product; for experts also the gathered input and
+    the output before its weight.
+    """
+    floats = 6 * a.hidden
+    if m := a.latent:
+        floats += 3 * m.q_rank + (m.kv_rank + m.rope) + 2 * m.kv_rank
+        floats += a.heads * (2 * m.query + (m.nope + m.value) + 2 * m.value)
+    else:
+        norm = 2 * a.head_width * (a.heads + a.kv_heads) if a.qk_norm else 0
+        floats += norm + a.head_width * (3 * a.heads + 2 * a.kv_heads + a.heads)
+    if dense:
+        return floats + 4 * a.intermediate
+    e = a.experts
+    return floats + e.top * (2 * a.hidden + 4 * e.width) + 4 * e.shared_width + 3 * e.count
+
+
+def activation_bytes(a: Architecture, b: Batch) -> int:
+    """What one micro-batch keeps between forward and backward, without logits."""
+    tokens = b.rows * b.tokens
+    kinds = [a.is_dense(i) for i in range(a.layers)]
+    if b.recompute:
+        floats = a.layers * a.hidden + max(layer_floats(a, kind) for kind in set(kinds))
+    else:
+        floats = sum(layer_floats(a, kind) for kind in kinds)
+    return FLOAT * tokens * (floats + 3 * a.hidden)  # and the embedding's output, the last norm twice
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Resident growth of one phase over its beginning: by term, bytes."""
+
+    terms: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+
+def score_growth(a: Architecture, b: Batch) -> Growth:
+    """Forward without a graph, then log-probabilities and entropy: the logits, the softmax and one more of its size."""
+    units = unit_elements(a)
+    row = FLOAT * b.scored_rows * a.vocabulary
+    return Growth(
+        {
+            "logits": row * b.tokens,
+            "softmax": row * b.response,
+            "logsumexp": row * b.response,
+            "gathered root": FLOAT * units["root"],
+        }
+    )
+
+
+def update_growth(a: Architecture, b: Batch, world: int, first: bool) -> Growth:
+    """Forward and backward of one micro-batch with the gradients of those before it.
+
+    At its highest the backward pass holds the logits, their gradient through logsumexp row by row and once more
+    stacked, and that through the label's logit.
+    """
+    units = unit_elements(a)
+    row = FLOAT * b.rows * a.vocabulary
+    held = worker(a, b, world, 0)
+    return Growth(
+        {
+            "logits": row * b.tokens,
+            "logit gradients": 3 * row * b.response,
+            "activations": activation_bytes(a, b),
+            "gathered root": FLOAT * units["root"],
+            "gradients": held.gradients,
+        }
+    )
