@@ -25,6 +25,9 @@ class Alignment:
     offset: float = 0
 
 
+BY_STEP = Alignment()
+
+
 @dataclass(frozen=True)
 class Pair:
     """One metric on common points.

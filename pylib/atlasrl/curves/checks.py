@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atlasrl.curves import slope as slopes
 from atlasrl.curves.comparison import Comparison, averaged, robust_deviation
-from atlasrl.curves.slope import slope_ratio
 
 GARBLED = (
     "garbled rollout? Responses that all run into the limit never emit an end token: the rollout engine often holds "
@@ -38,9 +38,12 @@ class Measure:
 
 @dataclass(frozen=True)
 class Check:
+    """`alone`: the check says something about a candidate without any baseline."""
+
     formula: str
     measure: Callable[[Comparison], Measure | None]
     unit: str = ""
+    alone: bool = False
 
 
 def mean_absolute_error(c: Comparison) -> Measure:
@@ -79,14 +82,16 @@ def median_ratio(c: Comparison) -> Measure | None:
     return Measure(float(np.median(np.abs(c.candidate))) / below, ratios)
 
 
-def slope(c: Comparison) -> Measure | None:
-    found = slope_ratio(c.pair.x.astype(float), c.candidate, c.baseline)
+def slope_of_both(c: Comparison) -> Measure | None:
+    x = c.pair.x.astype(float)
+    found = slopes.slope_ratio(x, c.candidate, c.baseline)
     if found is None:
         return None
     low, high = found[1:]
-    for seed in c.pair.baseline if len(c.pair.baseline) > 1 else ():
-        if (own := slope_ratio(c.pair.x.astype(float), seed, c.baseline)) is not None:
-            low, high = min(low, found[0] / own[0]), max(high, found[0] / own[0])
+    ours = slopes.slope(x, c.candidate)
+    for theirs in (slopes.slope(x, seed) for seed in c.pair.baseline):
+        if theirs:
+            low, high = min(low, ours / theirs), max(high, ours / theirs)
     return Measure(found[0], interval=(low, high))
 
 
@@ -106,7 +111,8 @@ def pinned_at_maximum(c: Comparison) -> Measure | None:
     if not c.maximum or len(c.steps) < 3:
         return None
     ours, theirs = (averaged(curve, 3)[2:] / c.maximum for curve in (c.candidate, c.baseline))
-    ours = np.where(theirs >= 0.98, 0.0, ours)
+    if not c.alone:
+        ours = np.where(theirs >= 0.98, 0.0, ours)
     return Measure(float(ours.max()), np.concatenate([[0.0, 0.0], ours]), hint=GARBLED)
 
 
@@ -136,9 +142,9 @@ CHECKS = {
     "final_difference": Check("|mean c - mean b| over the last window", final_difference),
     "final_relative_difference": Check("|mean c - mean b| / mean |b|, last window", final_relative_difference, "%"),
     "median_ratio": Check("median |c| / median |b|", median_ratio, "x"),
-    "slope_ratio": Check("Theil-Sen slope of c / of b, 95 % bootstrap interval", slope, "x"),
+    "slope_ratio": Check("Theil-Sen slope of c / of b, 95 % bootstrap interval", slope_of_both, "x"),
     "outside_band": Check("share of points outside the band of the seeds", outside_band, "%"),
-    "mean_value": Check("mean c", mean_value),
-    "pinned_at_maximum": Check("highest mean of 3 points of c / response limit", pinned_at_maximum, "%"),
-    "resume_jump": Check("|step at a resume| / robust deviation of steps elsewhere", resume_jump, "σ"),
+    "mean_value": Check("mean c", mean_value, alone=True),
+    "pinned_at_maximum": Check("highest mean of 3 points of c / response limit", pinned_at_maximum, "%", alone=True),
+    "resume_jump": Check("|step at a resume| / robust deviation of steps elsewhere", resume_jump, "σ", alone=True),
 }

@@ -18,13 +18,14 @@ class Comparison:
     """The arrays have one entry per common point, NaN and infinite points left out.
 
     `boundaries` are the first steps of the candidate's attempts after the first; `maximum` is the longest response the
-    runs allow, in tokens, if known.
+    runs allow, in tokens, if known. `alone`: there is no baseline, and the candidate stands in for it.
     """
 
     pair: Pair
     window: int
     boundaries: tuple[int, ...] = ()
     maximum: float | None = None
+    alone: bool = False
 
     @cached_property
     def candidate(self) -> np.ndarray:

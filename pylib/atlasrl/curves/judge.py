@@ -9,7 +9,7 @@ import numpy as np
 
 from atlasrl.curves import aliases
 from atlasrl.curves.aliases import Metric
-from atlasrl.curves.align import Alignment, Pair, pair
+from atlasrl.curves.align import BY_STEP, Alignment, Pair, pair
 from atlasrl.curves.checks import CHECKS, Measure
 from atlasrl.curves.comparison import Comparison
 from atlasrl.curves.curve import Curve, Run
@@ -98,10 +98,10 @@ def judge(
     candidates: list[Run],
     baselines: list[Run],
     rules: Rules,
-    how: Alignment = Alignment(),  # noqa: B008 - frozen
+    how: Alignment = BY_STEP,
     metrics: dict[str, Metric] | None = None,
 ) -> Verdict:
-    """Judge the candidate seeds against the baseline seeds.
+    """Judge the candidate seeds against the baseline seeds; without a baseline, only the checks that need none.
 
     Raises:
         UsageFault: an unknown metric in the rules, a run that cannot be put on the axis, or not one metric in common.
@@ -111,6 +111,10 @@ def judge(
         if name not in metrics:
             raise UsageFault(f"the rules name {name}, which no alias knows; add it with --metric {name}=TAG")
     pairs: dict[str, Pair] = {}
+    if not baselines:
+        rules = replace(
+            rules, metrics={n: tuple(r for r in c if CHECKS[r.check].alone) for n, c in rules.metrics.items()}
+        )
     verdicts = [
         _metric(metrics[name], checks, candidates, baselines, rules, how, pairs)
         for name, checks in rules.metrics.items()
@@ -147,7 +151,7 @@ def _metric(
     how: Alignment,
     pairs: dict[str, Pair],
 ) -> MetricVerdict:
-    found = [(run, aliases.find(run, metric)) for run in (*candidates, *baselines)]
+    found = [(run, aliases.find(run, metric)) for run in (*candidates, *(baselines or candidates))]
     missing = [run.name for run, hit in found if hit is None]
     tags = tuple(dict.fromkeys(hit[0] for _, hit in found if hit is not None))
     if missing:
@@ -172,7 +176,7 @@ def _metric(
         findings = [f for f in findings if f.passed is False]
         return MetricVerdict(metric.name, metric.title, tags, used, skipped, tuple(findings), reason)
     boundaries = tuple(attempt.first_step for attempt in candidates[0].attempts[1:]) if len(candidates) == 1 else ()
-    comparison = Comparison(usable, rules.window, boundaries, _maximum(candidates[0], metric))
+    comparison = Comparison(usable, rules.window, boundaries, _maximum(candidates[0], metric), not baselines)
     findings += [_finding(rule, comparison) for rule in checks]
     return MetricVerdict(metric.name, metric.title, tags, used, skipped, tuple(findings))
 
@@ -186,7 +190,7 @@ def _finite_finding(curves: list[tuple[Run, Curve]], how: Alignment) -> Finding:
         bad = bad[bad <= how.last]
     first = int(bad.min()) if len(bad) else None
     text = f"{len(bad)} values are NaN or infinite, the first at step {first}" if len(bad) else "all values are finite"
-    return Finding("finite", "count of NaN and infinite c", "", "<= 0", "", float(len(bad)), not len(bad), first, text)
+    return Finding("finite", "count of NaN and infinite c", "", "≤ 0", "", float(len(bad)), not len(bad), first, text)
 
 
 def _maximum(run: Run, metric: Metric) -> float | None:
@@ -205,13 +209,23 @@ def _finding(rule: Rule, comparison: Comparison) -> Finding:
     measure = check.measure(comparison)
     if measure is None:
         text = "cannot be answered by these runs"
-        return Finding(rule.check, check.formula, check.unit, rule.limit(), rule.source, None, None, None, text)
-    limit, text = rule.limit(), ""
+        return Finding(
+            rule.check,
+            check.formula,
+            check.unit,
+            limit_of(rule, rule.at_most, check.unit),
+            rule.source,
+            None,
+            None,
+            None,
+            text,
+        )
+    limit, text = limit_of(rule, rule.at_most, check.unit), ""
     if rule.at_most is not None:
         at_most = max(rule.at_most, measure.floor)
         passed = measure.value <= at_most
         if at_most > rule.at_most:
-            limit = f"<= {at_most:.3g}"
+            limit = limit_of(rule, at_most, check.unit)
             text = f"limit {rule.at_most:g} raised to what noise alone makes"
     else:
         at_most = None
@@ -226,6 +240,13 @@ def _finding(rule: Rule, comparison: Comparison) -> Finding:
         )
         text = "; ".join(part for part in (text, measure.hint) if part)
     return Finding(rule.check, check.formula, check.unit, limit, rule.source, measure.value, bool(passed), first, text)
+
+
+def limit_of(rule: Rule, at_most: float | None, unit: str) -> str:
+    """The limit as a person reads it; `at_most` may have been raised above that of the rule."""
+    if at_most is None:
+        return "{:g} – {:g}".format(*rule.between)
+    return f"≤ {100 * at_most:.3g} %" if unit == "%" else f"≤ {at_most:.3g}"
 
 
 def _first_failing(measure: Measure, rule: Rule, at_most: float | None, comparison: Comparison) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from atlasrl.curves import attempts, sessions
@@ -119,7 +118,6 @@ def files_of(path: Path) -> list[tuple[Path, int | None]]:
         events = [(file, None) for file in _events_in(run.tensorboard)] if run.tensorboard.is_dir() else []
         return metrics + events
     files = [(file, None) for file in _events_in(path)]
-    files += [(file, None) for file in sorted(path.glob("*.csv.gz"))]
     if files:
         return files
     below = sorted({file.parent for file in path.rglob("*tfevents*") if file.is_file()})
@@ -143,20 +141,13 @@ def _events_in(folder: Path) -> list[Path]:
 
 
 def context_of(path: Path) -> dict:
-    """What a run directory or a stored baseline knows beside its curves; empty for other sources."""
-    for file in (path / "plan.json", path / "baseline.json"):
-        if file.is_file():
-            try:
-                tree = json.loads(file.read_text())
-            except ValueError:
-                return {}
-            return tree if isinstance(tree, dict) else {}
-    return {}
-
-
-def renamed(run: Run, name: str) -> Run:
-    """The same run under another name."""
-    return replace(run, name=name)
+    """What a run directory knows beside its curves; empty for other sources."""
+    file = path / "plan.json"
+    try:
+        tree = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError:
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _some(paths) -> str:

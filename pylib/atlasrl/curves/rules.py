@@ -24,9 +24,6 @@ class Rule:
     between: tuple[float, float] | None
     source: str
 
-    def limit(self) -> str:
-        return f"<= {self.at_most:g}" if self.at_most is not None else "{:g} .. {:g}".format(*self.between)
-
 
 @dataclass(frozen=True)
 class Rules:

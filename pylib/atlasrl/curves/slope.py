@@ -8,6 +8,12 @@ BLOCKS = 24
 RESAMPLES = 300
 
 
+def slope(x: np.ndarray, y: np.ndarray) -> float:
+    """The Theil-Sen slope of a curve: the median over all pairs of (block averages of) its points."""
+    blocks = min(BLOCKS, len(x))
+    return float(_slopes(_block_means(x, blocks), _block_means(y, blocks), np.arange(blocks)[None])[0])
+
+
 def slope_ratio(x: np.ndarray, candidate: np.ndarray, baseline: np.ndarray) -> tuple[float, float, float] | None:
     """Ratio of the Theil-Sen slopes of two curves on the same x, with the ends of its 95 % bootstrap interval.
 
