@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from atlasrl import checkpoints, machine, progress
+from atlasrl import checkpoints, progress
 from atlasrl import plan as plans
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.launch import submission
@@ -34,7 +34,6 @@ def create(plan: Plan, recipe: str) -> None:
     Raises:
         UsageFault: the run exists; it is continued with bin/resume, never started over in place.
     """
-    machine.check_memory(plan)
     run = plan.rundir
     try:
         run.path.mkdir(parents=True)
@@ -45,7 +44,8 @@ def create(plan: Plan, recipe: str) -> None:
         ) from None
     shutil.copyfile(find_recipe(recipe), run.recipe)
     write_atomically(run.plan, plan.to_json())
-    _link(run)
+    if run.path.parent == plan.site.runs:
+        _link(run)
     run.record("created", recipe=recipe, nodes=plan.nodes, devices_per_node=plan.devices_per_node)
 
 

@@ -63,7 +63,7 @@ def follow(attempt: AttemptDir, job_is_alive: Callable[[AttemptDir], bool], cons
                 return outcome
             if outcome and (following := attempt.run.attempt(attempt.number + 1)).job.exists():
                 words = f"attempt {attempt.number}: {outcome['kind']}: {outcome['message']} -> {outcome['action']}"
-                console.print(words, highlight=False, soft_wrap=True)
+                console.print(words, highlight=False, soft_wrap=True, markup=False)
                 attempt, last = following, None
             elif not alive:
                 raise Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from atlasrl.errors import Fault
 from atlasrl.rundir import RunDir
 
 POLL_SECONDS = 0.3
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def select(run: RunDir, attempt: int | None, stage: str | None, node: int | None) -> list[Path]:
@@ -69,9 +71,10 @@ def last_line(log: Path, start: int = 0) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(start, file.seek(0, os.SEEK_END) - 65536))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            text = COLOURS.sub("", file.read().decode(errors="replace"))
     except OSError:
-        lines = []
+        text = ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     more = f" (and {len(errors) - 1} more: {log})" if len(errors) > 1 else ""
     return (errors[:1] or lines[-1:] or ["(nothing in its log)"])[0][:500] + more

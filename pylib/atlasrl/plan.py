@@ -18,6 +18,7 @@ from atlasrl import recipe as recipes
 from atlasrl import site as sites
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.launch import ports
+from atlasrl.launch.addresses import INTERFACES
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import RunDir
 from atlasrl.site import Site
@@ -194,6 +195,11 @@ def _environment(recipe: Recipe, site: Site, run: RunDir) -> dict[str, Value]:
     environment["PYTHONPATH"] = Value(f"{ROOT / 'pylib'}:{ROOT}", "this clone's code on every node")
     environment["RAY_AUTH_MODE"] = Value("token", "a cluster of ours takes only our own clients")
     environment["RAY_AUTH_TOKEN_PATH"] = Value(str(run.path / "ray.token"), "one token per run, readable by its owner")
+    if site.kind != "local":
+        environment.pop("GLOO_SOCKET_IFNAME", None)  # loopback, for nodes that share this machine
+    if site.nic:
+        reason = "the site's `nic`: one interface for all"
+        environment |= {name: Value(site.nic, reason) for name in INTERFACES}
     for origin, extra in (("recipe", recipe.environment), ("site", site.environment)):
         environment |= {name: Value(value, f"the {origin}'s `environment`") for name, value in extra.items()}
     return environment

@@ -57,6 +57,10 @@ class Cluster:
         return self.folder / "shared"
 
     @property
+    def runs(self) -> Path:
+        return self.shared / "runs"
+
+    @property
     def site(self) -> Path:
         return self.folder / "site.yaml"
 
@@ -73,7 +77,7 @@ class Cluster:
         """Run a command to its end; output as text."""
         result = subprocess.run(
             self.words(machine, *map(str, command)),
-            env={**os.environ, "SLURM_CONF": self.facts["conf"], **env},
+            env={**os.environ, "SLURM_CONF": self.facts["conf"], "ATLASRL_RUNS": str(self.runs), **env},
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -47,6 +47,9 @@ def down() -> None:
     limit = time.monotonic() + 60
     while processes.is_alive(facts["keeper"]) and time.monotonic() < limit:
         time.sleep(0.1)
+    for link in (Path(__file__).parents[2] / "runs").glob("*"):
+        if link.is_symlink() and link.readlink().is_relative_to(FOLDER):
+            link.unlink()
     print("the cluster is down" if not FOLDER.exists() else f"error: the cluster is down but {FOLDER} is still there")
 
 

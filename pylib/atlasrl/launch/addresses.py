@@ -16,6 +16,7 @@ from pathlib import Path
 from atlasrl.errors import Fault
 
 HOSTS = Path("/etc/hosts")
+INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
@@ -109,7 +110,7 @@ def environment(address: str, nic: str | None) -> dict[str, str]:
     """The variables by which Ray's workers, HCCL, GLOO, the tensor pipe and vLLM use one and the same interface."""
     variables = {"VLLM_HOST_IP": address, "HCCL_IF_IP": address}
     if nic:
-        variables |= {name: nic for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
+        variables |= dict.fromkeys(INTERFACES, nic)
     return variables
 
 

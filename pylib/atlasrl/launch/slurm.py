@@ -221,13 +221,13 @@ def _last_words(problem: Exception) -> str:
 
 def is_alive(attempt: AttemptDir, job: dict) -> bool:
     """Whether the job of an attempt is queued, running, or coming back."""
-    state = squeue.state(job["id"]) if job.get("id") else None
+    state = squeue.state_lately(job["id"]) if job.get("id") else None
     return state is not None and state.is_alive
 
 
 def withdraw(attempt: AttemptDir, job: dict) -> bool:
     """Cancel a job that waits in the queue; False when it does not wait."""
-    state = squeue.state(job["id"]) if job.get("id") else None
+    state = squeue.state_lately(job["id"]) if job.get("id") else None
     if state is None or state.state not in squeue.WAITING:
         return False
     cancel(attempt, job)

@@ -20,7 +20,11 @@ ALIVE = {
 }
 SQUEUE = "%i|%T|%N|%e|%r"  # id, state, nodes, end, reason; the reason last: it may hold a bar
 SACCT = "JobID,State,NodeList,End,Reason"
+LATELY_SECONDS = 3
 PATIENCE_SECONDS = 60  # a controller that fails over or reads a new configuration
+
+
+_lately: dict[str, tuple[float, JobState | None]] = {}
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,15 @@ def state(job: str) -> JobState | None:
         return None
     told = _ask("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job}", f"--format={SACCT}")
     return newest(told.stdout.splitlines()) if told.returncode == 0 else None
+
+
+def state_lately(job: str) -> JobState | None:
+    """As `state`, but asks at most every few seconds: many followers must not weigh on the controller."""
+    asked, known = _lately.get(job, (float("-inf"), None))
+    if time.monotonic() - asked > LATELY_SECONDS:
+        known = state(job)
+        _lately[job] = time.monotonic(), known
+    return known
 
 
 def has_accounting() -> bool:
