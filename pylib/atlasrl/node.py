@@ -134,7 +134,8 @@ def environment(node: Node, **extra: str) -> dict[str, str]:
 def run_stage(node: Node, stage: str, env: dict[str, str], check: Callable[[], None]) -> None:
     """Run jobs/stages/<stage>.sh and record it.
 
-    A script says why it had nothing to do in a last line that starts with `skipped:`.
+    A script says why it had nothing to do in a last line that starts with `skipped:`. ATLASRL_STAGES names another
+    folder of scripts, for example with a site's own cast.
 
     Args:
         check: called while the stage runs; raises to end it.
@@ -147,7 +148,7 @@ def run_stage(node: Node, stage: str, env: dict[str, str], check: Callable[[], N
     node.say("stage", stage)
     node.run.record("stage_start", attempt=node.attempt.number, node=node.name, stage=stage)
     started = time.monotonic()
-    script = plans.ROOT / "jobs" / "stages" / f"{stage}.sh"
+    script = Path(env.get("ATLASRL_STAGES") or plans.ROOT / "jobs" / "stages") / f"{stage}.sh"
     process = processes.spawn(["bash", str(script)], env=env, log=log, death_signal=signal.SIGTERM)
     code: int | str = "ended"
     try:

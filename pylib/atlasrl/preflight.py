@@ -45,11 +45,9 @@ def check_versions(plan: Plan) -> str:
 
 
 def check_memory(plan: Plan) -> str:
-    available = psutil.virtual_memory().available / 1e9
-    if plan.site.kind != "local":
-        return f"{available:.0f} GB available"
-    machine.check_memory(plan)
-    return f"{available:.0f} GB available, about {machine.memory_needed(plan)[0]:.0f} GB needed"
+    if plan.site.kind == "local":
+        return machine.check_memory(Path(plan.model_input), plan.nodes, plan.devices_per_node)
+    return f"{psutil.virtual_memory().available / 1e9:.0f} GB available"
 
 
 def check_shared_memory() -> str:

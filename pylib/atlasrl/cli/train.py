@@ -30,7 +30,7 @@ def main(recipe, name, nodes, devices, site, changes, folder, follow, dry_run, a
     bin/train tiny --nodes 2 --set steps=20      two Ray nodes on this machine
     bin/train deepseek-v3-671b-dapo --nodes 32 --site atlas --dry-run
     """
-    from atlasrl import control
+    from atlasrl import control, machine
     from atlasrl import plan as plans
     from atlasrl import recipe as recipes
     from atlasrl import site as sites
@@ -40,7 +40,11 @@ def main(recipe, name, nodes, devices, site, changes, folder, follow, dry_run, a
     cluster = sites.load(site)
     runs = runs_folder(folder, cluster)
     run = RunDir(runs / (check_name(name) if name else control.free_name(recipe, runs)))
-    plan = plans.make(recipes.load(recipe, list(changes)), cluster, run, nodes=nodes, devices_per_node=devices)
+    loaded = recipes.load(recipe, list(changes))
+    if cluster.kind == "local" and not dry_run:
+        model = loaded.model.path or run.input / "model"
+        machine.check_memory(model, nodes or loaded.nodes, devices or loaded.devices_per_node)
+    plan = plans.make(loaded, cluster, run, nodes=nodes, devices_per_node=devices)
     if dry_run:
         click.echo(plan.to_json() if as_json else control.preview(plan), nl=not as_json)
         return
