@@ -75,7 +75,8 @@ def check_batches(recipe: Recipe, replicas: int) -> None:
             f"{dapo.mini_batch_size}; a step is a whole number of optimizer steps"
         )
     answers = dapo.mini_batch_size * samples
-    if answers % (replicas * dapo.micro_batch_size):
+    rows = 1 if dapo.tokens_per_device else dapo.micro_batch_size
+    if answers % (replicas * rows):
         fitting = [m for m in range(1, answers + 1) if answers % (replicas * m) == 0]
         advice = (
             f"dapo.micro_batch_size can be {', '.join(map(str, fitting[-6:]))}"
@@ -127,7 +128,12 @@ def _model(recipe: Recipe, model: Path | str) -> list[Override]:
 def _actor(recipe: Recipe) -> list[Override]:
     dapo = recipe.dapo
     compiles = recipe.device == "cuda"
+    packing = [
+        Override(f"{ACTOR}.use_dynamic_bsz", True, "recipe: dapo.tokens_per_device"),
+        Override(f"{ACTOR}.ppo_max_token_len_per_gpu", dapo.tokens_per_device, "recipe: dapo.tokens_per_device"),
+    ]
     return [
+        *(packing if dapo.tokens_per_device else []),
         Override(f"{ACTOR}.ppo_mini_batch_size", dapo.mini_batch_size, "recipe: dapo.mini_batch_size"),
         Override(f"{ACTOR}.ppo_micro_batch_size_per_gpu", dapo.micro_batch_size, "recipe: dapo.micro_batch_size"),
         Override(f"{ACTOR}.clip_ratio_low", dapo.clip_low, "recipe: dapo.clip_low"),

@@ -84,6 +84,7 @@ class CpuRollout(BaseRollout):
         }
 
 
+@torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights, worker: str) -> dict[str, str]:
     """Copy `(name, tensor)` pairs into `model`, then compare every tensor of the model with what was sent.
 

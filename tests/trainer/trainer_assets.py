@@ -22,7 +22,7 @@ def make_assets(folder: Path, *, prompts: int = 24, experts: int = 4) -> dict[st
     folder.mkdir(parents=True, exist_ok=True)
     made = {name: folder / name for name in ("model", "train.parquet", "val.parquet", "reward.py")}
     _tokenizer().save_pretrained(made["model"])
-    _model(experts).save_pretrained(made["model"], safe_serialization=True)
+    untrained_model(experts).save_pretrained(made["model"], safe_serialization=True)
     _rows(prompts, "train").to_parquet(made["train.parquet"])
     _rows(6, "val").to_parquet(made["val.parquet"])
     made["reward.py"].write_text(REWARD)
@@ -111,7 +111,7 @@ def _tokenizer():
     return fast
 
 
-def _model(experts: int):
+def untrained_model(experts: int):
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
