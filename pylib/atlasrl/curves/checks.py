@@ -99,7 +99,7 @@ def outside_band(c: Comparison) -> Measure | None:
     if c.band is None:
         return None
     outside = (c.distance > 0).astype(float)
-    return Measure(float(outside.mean()), averaged(outside, 2 * c.window))
+    return Measure(float(outside.mean()), outside)
 
 
 def mean_value(c: Comparison) -> Measure:

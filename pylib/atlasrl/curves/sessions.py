@@ -55,8 +55,10 @@ def split(
     `starts` are (points before it, purge step). Values that are merely out of order, without any step twice, are one
     session: nothing was given up.
     """
+    if not len(columns):
+        return []
     purges = {at: step for at, step in starts if at < len(columns)}
-    cuts = sorted({0, *purges} | set(_restarts(columns, sorted(purges)))) if len(columns) else []
+    cuts = sorted({0, *purges} | set(_restarts(columns, sorted(purges))))
     sessions = []
     for first, end in zip(cuts, [*cuts[1:], len(columns)], strict=True):
         part = columns.take(slice(first, end))
