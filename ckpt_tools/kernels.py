@@ -36,40 +36,38 @@ E4M3 = e4m3_values()
 
 
 @_compiled
-def dequantise_into(codes, scales, values, rows_per_block, columns_per_block, out):
+def dequantise_into(codes, scales, rows_per_block, columns_per_block, out):
     """Fill `out` (uint16 bits of BF16) with `bfloat16(float32(code) * scale of its block)`.
 
-    Per block the 256 possible results are tabled once, then every byte is one look-up: one pass, no temporaries.
+    One pass, no temporaries, written so that LLVM makes vector instructions of the inner loop: every step stays in 32
+    bits (numba widens otherwise), and subnormal codes are converted as integers, since a multiplication by a subnormal
+    float costs a hundred cycles on many processors. Twice as fast as a look-up in a table of 256 products per block.
 
     Args:
         codes: uint8 [rows, columns], rows starting at a block boundary.
         scales: float32 [begun row blocks, begun column blocks].
-        values: float32 [256], what each code means.
         out: uint16 [rows, columns].
     """
+    u32, f32 = np.uint32, np.float32
     rows, columns = codes.shape
-    products = np.empty(256, np.float32)
-    bits = products.view(np.uint32)
-    table = np.empty(256, np.uint16)
-    for row_block in range(scales.shape[0]):
-        first_row = row_block * rows_per_block
-        last_row = min(rows, first_row + rows_per_block)
+    for row in range(rows):
         for column_block in range(scales.shape[1]):
+            scale = scales[row // rows_per_block, column_block]
             first = column_block * columns_per_block
             last = min(columns, first + columns_per_block)
-            scale = scales[row_block, column_block]
-            for code in range(256):
-                products[code] = values[code] * scale
-            for code in range(256):
-                # Round to nearest even as torch does; NaN keeps a mantissa bit instead of becoming infinity.
-                if products[code] != products[code]:
-                    table[code] = np.uint16(0x7FC0)
-                else:
-                    odd = (bits[code] >> np.uint32(16)) & np.uint32(1)
-                    table[code] = np.uint16((bits[code] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
-            for row in range(first_row, last_row):
-                for column in range(first, last):
-                    out[row, column] = table[codes[row, column]]
+            source, target = codes[row, first:last], out[row, first:last]
+            for i in range(last - first):
+                code = u32(source[i])
+                magnitude = u32(code & u32(0x7F))
+                normal = u32(u32(magnitude << u32(20)) + u32(120 << 23)).view(np.float32)
+                subnormal = f32(np.int32(magnitude)) * f32(2.0**-9)
+                value = normal if magnitude > u32(7) else subnormal
+                bits = f32(value * scale).view(np.uint32)
+                # Round to nearest even, as torch does; the sign is that of the code.
+                odd = u32(u32(bits >> u32(16)) & u32(1))
+                rounded = u32(u32(u32(bits + u32(0x7FFF)) + odd) >> u32(16))
+                signed = u32(rounded | u32(u32(code & u32(0x80)) << u32(8)))
+                target[i] = np.uint16(signed) if magnitude != u32(0x7F) else np.uint16(0x7FC0)
 
 
 @_compiled

@@ -74,7 +74,7 @@ def _output_pieces(move: Move, block: tuple[int, int], opened: dict[str, int], b
     if move.scale is None:
         yield from pieces(opened[span.file], span.begin, span.end, buffer, span.file)
         return
-    from ckpt_tools.kernels import E4M3, dequantise_into
+    from ckpt_tools.kernels import dequantise_into
 
     scales = read_scales(move.scale, opened[move.scale.file], move.name)
     rows, columns = span.shape
@@ -88,7 +88,7 @@ def _output_pieces(move: Move, block: tuple[int, int], opened: dict[str, int], b
         count = min(rows_per_piece, rows - first)
         read_exactly(opened[span.file], codes[:count].reshape(-1), span.begin + first * columns, span.file)
         some_scales = scales[first // block[0] : -(-(first + count) // block[0])]
-        dequantise_into(codes[:count], some_scales, E4M3, block[0], block[1], values[:count])
+        dequantise_into(codes[:count], some_scales, block[0], block[1], values[:count])
         yield values[:count].reshape(-1).view(np.uint8)
 
 

@@ -126,7 +126,7 @@ def decode(view: View, data: np.ndarray, scales: np.ndarray | None, first: int, 
             return E4M3[data]
         values = np.empty((last - first, view.columns), np.uint16)
         some = scales[first // view.block[0] : -(-last // view.block[0])]
-        dequantise_into(data.reshape(values.shape), some, E4M3, view.block[0], view.block[1], values)
+        dequantise_into(data.reshape(values.shape), some, view.block[0], view.block[1], values)
         return (values.reshape(-1).astype(np.uint32) << 16).view(np.float32)
     if dtype == "BF16":
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
