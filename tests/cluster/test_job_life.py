@@ -1,0 +1,61 @@
+"""The life of a job on a real Slurm: whatever ends an attempt, the run goes on by itself, or says why not."""
+
+import signal
+
+import pytest
+
+from jobs import command, train
+
+pytestmark = pytest.mark.cluster
+
+
+def find_process(cluster, node: str, words: str) -> int:
+    """The host's pid of a process on a node, by its command line; in loopback mode all nodes are this host."""
+    found = cluster.on(node, "pgrep", "-f", "--newest", words, check=False).stdout.split()
+    assert found, f"no process like {words} on {node}"
+    return int(found[0])
+
+
+def kill(cluster, node: str, words: str, number: int = signal.SIGKILL) -> None:
+    cluster.on(node, "kill", f"-{int(number)}", str(find_process(cluster, node, words)))
+
+
+def test_faults_of_every_kind_are_survived_in_one_run(cluster):
+    """Trainer killed, worker raylet killed, USR2, and a node without power: no step is lost beyond save_every."""
+    job = train(
+        cluster, "faults", nodes=2, steps=400, checkpoint__save_every=2, environment={"LIGHT_STEP_SECONDS": "0.2"}
+    )
+
+    job.wait_for_checkpoint(2)
+    kill(cluster, job.events("allocated")[0]["nodes"][0], "light_trainer.py")
+    assert job.wait_for_decision(1)["action"] == "restart"
+
+    job.wait_for_step(max(job.steps()) + 4)
+    kill(cluster, job.events("allocated")[0]["nodes"][1], "raylet/raylet")
+    assert job.wait_for_decision(2)["action"] == "restart"
+
+    job.wait_for_step(max(job.steps()) + 4)
+    cluster.login("scancel", "--signal=USR2", job.id)
+    assert job.wait_for_decision(3)["kind"] == "preemption"
+    job.wait_for_requeue(4)
+
+    job.wait_for_step(max(job.steps()) + 4)
+    victim = job.events("allocated")[-1]["nodes"][1]
+    if cluster.facts["mode"] == "namespaces":
+        cluster.power_off(victim)
+        job.wait_for_requeue(5, seconds=180)
+        assert victim not in job.events("allocated")[-1]["nodes"]
+        job.wait_for_step(max(job.steps()) + 4)
+        cluster.boot(victim)
+
+    command(cluster, "stop", "faults", "--save")
+    assert job.wait_for_end()["kind"] == "stopped"
+    assert [step for step in job.steps() if step == 1] == [1]
+    assert repeated(job) <= 2
+    print(job.story())
+
+
+def repeated(job) -> int:
+    """The most steps that any restart did again."""
+    steps = job.steps()
+    return max((steps[i - 1] - steps[i] + 1 for i in range(1, len(steps)) if steps[i] <= steps[i - 1]), default=0)
