@@ -10,20 +10,15 @@ A rising reward proves nothing: each fault in docs/upstream.md left the reward r
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atlasrl.errors import UsageFault
 from atlasrl.trainer.layout import Layout
-from atlasrl.trainer.patches import WITHOUT
 from atlasrl.trainer.selftest_batch import ANSWER, PROMPT, BatchShape
-from atlasrl.trainer.selftest_compare import Verdict, judge
-from atlasrl.trainer.selftest_reference import Rules, train
+from atlasrl.trainer.selftest_compare import Verdict
+from atlasrl.trainer.selftest_reference import Rules
 
 SINGLE = Layout()
 SHAPE = BatchShape(prompts=8, samples=4)
@@ -31,6 +26,13 @@ MINI_BATCHES = 2
 """Optimizer steps: the second one starts from updated parameters and from a history of Adam."""
 MICRO_BATCHES = 2
 """Per worker and optimizer step, when the micro batch size is fixed."""
+ROUTER_BIAS = "router-bias"
+"""The fix that is a setting, not a patch: mbridge moves router biases every step, FSDP2 never does."""
+SETTINGS = {
+    "ddp-optimizer-flag": "override_ddp_config.use_distributed_optimizer",
+    ROUTER_BIAS: "moe_router_bias_update_rate",
+}
+"""Settings of a run that mend a fault, by the fix that they stand for: they are left out with it."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Trial:
     dynamic_batch: bool = False
     """Micro batches packed by their number of tokens."""
     optimizer_on_host: float = 0.0
+    offload: bool = False
     clip_grad: float = 1.0
-    router_bias_rate: float = 0.0
     gradient_scale: dict[int, float] = field(default_factory=dict, hash=False)
     """A planted fault: the own gradient of these ranks is multiplied by a factor."""
     without: tuple[str, ...] = ()
@@ -59,140 +61,38 @@ class Trial:
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += ["dynamic batch"] if self.dynamic_batch else []
         words += [f"{self.optimizer_on_host:.0%} of the optimizer on the host"] if self.optimizer_on_host else []
+        words += ["offload"] if self.offload else []
         words += [f"clip {self.clip_grad:g}"] if self.clip_grad != 1.0 else []
-        words += [f"router bias rate {self.router_bias_rate:g}"] if self.router_bias_rate else []
         words += [f"rank {rank} × {factor:g}" for rank, factor in self.gradient_scale.items()]
         words += [f"without {fix}" for fix in self.without]
         return ", ".join(words)
 
 
-def run(trials: list[Trial], model: Path | None = None, batch: dict | None = None) -> list[Verdict]:
-    """Run trials one after another; those with the same backend, workers and fixes share their processes."""
-    with workbench(max(trial.layout.workers for trial in trials), model, batch) as bench:
-        return [bench.run(trial) for trial in trials]
+def known_fixes() -> list[str]:
+    """The ids that a trial can leave out."""
+    from atlasrl.trainer.megatron_patches import PATCHES
+
+    return [*PATCHES, ROUTER_BIAS, "fsdp2-idle-experts"]
 
 
-@contextmanager
-def workbench(workers: int, model: Path | None = None, batch: dict | None = None):
-    """A local Ray cluster for trials with up to `workers` workers, a model (made when none is given) and a batch."""
-    from atlasrl.trainer import selftest_batch, selftest_model
+def run(
+    trials: list[Trial], *, model: Path | None = None, batch: Path | None = None, record: Path | None = None
+) -> Iterator[Verdict]:
+    """Run trials one after another; neighbours with the same backend, workers and fixes share their processes.
 
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_LIBRARY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-    apart = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-    with apart, tempfile.TemporaryDirectory(prefix="selftest-", dir="/tmp") as folder:
-        if model is None:
-            model = apart.submit(selftest_model.make, Path(folder) / "model").result()
-        if batch is None:
-            batch = apart.submit(selftest_batch.record, model, SHAPE).result()
-        import ray
-
-        ray.init(
-            address="local",
-            num_cpus=4 * workers + 4,
-            resources={"NPU": workers},
-            include_dashboard=False,
-            object_store_memory=200 * 2**20,
-            log_to_driver=bool(os.environ.get("ATLASRL_DEBUG")),
-            _temp_dir=f"{folder}/ray",
-        )
-        try:
-            yield Workbench(Path(model), batch, Path(folder), apart)
-        finally:
-            ray.shutdown()
-
-
-_LIBRARY = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-}
-PLUGIN_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
-PLUGINS = {"fsdp2": "atlasrl.trainer.cpu", "megatron": "atlasrl.trainer.cpu,atlasrl.trainer.cpu.megatron"}
-
-
-class Workbench:
-    """Runs trials on one cluster; keeps worker processes as long as the next trial can use them.
-
-    The reference runs in a process of its own, which never imports verl or Megatron: fixes of upstream code that are in
-    force here must not reach it.
+    Args:
+        model: checkpoint folder; a tiny random DeepSeek-V3 when absent.
+        batch: a batch written by an earlier `record`.
     """
+    from atlasrl.trainer import selftest_batch
+    from atlasrl.trainer.selftest_workbench import workbench
 
-    def __init__(self, model: Path, batch: dict, folder: Path, apart: ProcessPoolExecutor):
-        self.model, self.batch, self.folder, self._apart = model, batch, folder, apart
-        self._group, self._kind, self._references = None, None, {}
-
-    def run(self, trial: Trial) -> Verdict:
-        """Train the batch as `trial` says and compare with the reference."""
-        config = compose(trial, self.model, self.folder)
-        records = self._train(trial, config)
-        steps = partition(trial, records, len(self.batch["responses"]))
-        return judge(trial.name, records, self._reference(steps, rules_of(trial)))
-
-    def _reference(self, steps: list, rules: Rules) -> list:
-        key = repr((steps, rules))
-        if key not in self._references:
-            self._references[key] = self._apart.submit(train, self.model, self.batch, steps, rules).result()
-        return self._references[key]
-
-    def _train(self, trial: Trial, config) -> list[dict]:
-        from tensordict import TensorDict
-        from verl import DataProto
-
-        group = self._workers(trial, config)
-        group.watch(trial.gradient_scale)
-        rows = len(self.batch["responses"])
-        lengths = self.batch["attention_mask"].sum(-1).tolist()
-        data = DataProto(batch=TensorDict({k: t.clone() for k, t in self.batch.items()}, batch_size=rows))
-        data.meta_info = {"temperature": 1.0, "global_token_num": lengths, "multi_turn": False}
-        group.update_actor(data)
-        return group.recorded()
-
-    def _workers(self, trial: Trial, config):
-        """Workers that are set up for a trial: those of the last trial when they fit, otherwise new ones."""
-        import ray
-        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-        from verl.single_controller.ray.base import create_colocated_worker_cls
-
-        kind = (trial.backend, trial.layout.workers, frozenset(trial.without))
-        if kind == self._kind:
-            self._group._dispatch_info.clear()
-            self._group._collect_info.clear()
-            self._group.set_up(config)
-            return self._group
-        self._stop_workers()
-        actor = RayClassWithInitArgs(cls=ray.remote(_worker_class(trial.backend)), config=config, role="actor")
-        pool = RayResourcePool([trial.layout.workers], use_gpu=True, max_colocate_count=1)
-        environment = {WITHOUT: ",".join(trial.without), PLUGIN_VARIABLE: PLUGINS[trial.backend]}
-        process = create_colocated_worker_cls({"actor": actor})  # as verl's trainer does, also for a single role
-        group = RayWorkerGroup(pool, process, device_name="npu", worker_env=environment)
-        self._group = group.spawn(prefix_set={"actor"})["actor"]
-        self._kind, self._pool = kind, pool
-        self._group.init_model()
-        return self._group
-
-    def _stop_workers(self) -> None:
-        if self._group is None:
-            return
-        import ray
-
-        for worker in self._group.workers:
-            ray.kill(worker)
-        for group in self._pool.pgs:
-            ray.util.remove_placement_group(group)
-        self._group = self._kind = None
-
-
-def _worker_class(backend: str):
-    if backend == "megatron":
-        from atlasrl.trainer.cpu import megatron  # noqa: F401  verl's Megatron worker imports megatron-core
-        from atlasrl.trainer.selftest_megatron import RecordingWorker
-    else:
-        from atlasrl.trainer.selftest_fsdp2 import RecordingWorker
-    return RecordingWorker
+    loaded = selftest_batch.load(batch) if batch else None
+    with workbench(max(trial.layout.workers for trial in trials), model, loaded) as bench:
+        if record:
+            selftest_batch.save(bench.batch, record)
+        for trial in trials:
+            yield bench.run(trial)
 
 
 def recipe_of(trial: Trial, model: Path, answers: int = SHAPE.answers):
@@ -222,6 +122,7 @@ def recipe_of(trial: Trial, model: Path, answers: int = SHAPE.answers):
             "distributed_optimizer": trial.distributed_optimizer,
             "recompute": trial.recompute,
             "optimizer_on_host": trial.optimizer_on_host,
+            "offload": trial.offload,
         },
         "rollout": {"engine": "cpu", "samples": samples},
         "dapo": {
@@ -258,13 +159,9 @@ def compose(trial: Trial, model: Path, folder: Path):
         val=None,
         run=RunDir(folder / "run"),
     )
-    if "ddp-optimizer-flag" in trial.without:  # the override hides the fault that the patch mends
-        overrides = [o for o in overrides if "override_ddp_config" not in o.key]
-    words = [str(override) for override in overrides]
+    left_out = tuple(SETTINGS[fix] for fix in trial.without if fix in SETTINGS)
+    words = [str(override) for override in overrides if not override.key.endswith(left_out)]
     words.append("actor_rollout_ref.actor.optim.total_training_steps=10")
-    if trial.backend == "megatron":
-        transformer = "++actor_rollout_ref.actor.megatron.override_transformer_config"
-        words.append(f"{transformer}.moe_router_bias_update_rate={trial.router_bias_rate}")
     with initialize_config_module("verl.trainer.config", version_base=None):
         return hydra_compose(CONFIG_NAME[trial.backend], words).actor_rollout_ref
 
