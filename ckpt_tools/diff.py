@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -54,7 +55,11 @@ class Difference:
         return 1 if self.only_first or self.only_second or self.shapes or beyond else 0
 
     def as_dict(self) -> dict:
-        return asdict(self)
+        """For JSON, which knows no infinity: an infinite change is the text "inf"."""
+        content = asdict(self)
+        for change in content["changed"]:
+            change |= {k: str(v) for k, v in change.items() if isinstance(v, float) and not math.isfinite(v)}
+        return content
 
 
 def diff(
