@@ -122,6 +122,7 @@ class Site(Section):
     shared: list[PathLike] = Field([], description="further folders that every node must see")
     scratch: PathLike = Field(Path("/tmp"), description="local disk of a node; Ray's temporary files; a short path")
     python: PathLike | None = Field(None, description="interpreter on the nodes; absent: the submitting one")
+    setup: list[Word] = Field([], description="shell lines that each node runs first, for example `source set_env.sh`")
     environment: dict[str, Text] = Field({}, description="extra environment variables of every process of the job")
     slurm: Slurm = Slurm()
     ssh: Ssh | None = None

@@ -12,6 +12,7 @@ import pytest
 
 from atlasrl import site as sites
 from atlasrl.errors import UsageFault
+from atlasrl.launch import canary as canary_text
 from atlasrl.launch import slurm
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -124,7 +125,7 @@ def canary(tmp_path):
     (tmp_path / "canary").write_text("t0k3n\n")
 
     def run(folder=tmp_path, token="t0k3n", python="/bin/sh", *needed):
-        words = ["bash", "-c", slurm.CANARY, "canary", str(folder), token, python, *needed]
+        words = ["bash", "-c", canary_text.CANARY, "canary", str(folder), token, python, *needed]
         return subprocess.run(
             words, env={**os.environ, "SLURMD_NODENAME": "node07"}, capture_output=True, text=True, check=False
         )
@@ -153,7 +154,7 @@ def test_the_canary_names_the_node_and_what_it_lacks(canary, tmp_path):
 @pytest.mark.parametrize("path", ["/tmp/runs/x", "/dev/shm/x", "/var/tmp/x", "/run/x"])
 def test_node_local_run_directories_are_refused(path):
     with pytest.raises(UsageFault, match="each node has for itself"):
-        slurm.refuse_node_local(Path(path))
+        canary_text.refuse_node_local(Path(path))
 
 
 def test_the_filesystem_decides_elsewhere(tmp_path):
@@ -162,15 +163,15 @@ def test_the_filesystem_decides_elsewhere(tmp_path):
         "/dev/sda1 / ext4 rw 0 0\ntmpfs /fast\\040disk tmpfs rw 0 0\nnas:/x /fast\\040disk/nas nfs4 rw 0 0\n"
         "nas:/y /shared nfs4 rw 0 0\n"
     )
-    slurm.refuse_node_local(Path("/shared/runs/a"), mounts)
-    slurm.refuse_node_local(Path("/fast disk/nas/a"), mounts)
+    canary_text.refuse_node_local(Path("/shared/runs/a"), mounts)
+    canary_text.refuse_node_local(Path("/fast disk/nas/a"), mounts)
     with pytest.raises(UsageFault, match="on a tmpfs"):
-        slurm.refuse_node_local(Path("/fast disk/a"), mounts)
+        canary_text.refuse_node_local(Path("/fast disk/a"), mounts)
 
 
 def test_a_percent_sign_in_the_path_is_refused():
     with pytest.raises(UsageFault, match="%"):
-        slurm.refuse_node_local(Path("/shared/100%/a"))
+        canary_text.refuse_node_local(Path("/shared/100%/a"))
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="no Slurm on this machine")

@@ -1,4 +1,4 @@
-"""The nodes that Slurm gave to a job, as one of its tasks sees them.
+"""The nodes of a job, as one of its tasks sees them.
 
 The head is rank 0, by the scheduler's word (SLURM_PROCID); addresses and host names decide nothing (ray#58875).
 """
@@ -69,3 +69,35 @@ class SlurmAllocation:
         )
         if answer.returncode:
             raise Fault(f"Slurm does not requeue job {self.job}: {answer.stderr.strip() or answer.stdout.strip()}")
+
+
+@dataclass
+class SshAllocation:
+    """The hosts of a job without a scheduler."""
+
+    job: str
+    rank: int
+    names: list[str]
+    is_fresh: bool = True
+
+    @classmethod
+    def here(cls) -> SshAllocation:
+        """Read the environment that `launch.ssh` gives to a task."""
+        env = os.environ
+        return cls(env["ATLASRL_SSH_JOB"], int(env["ATLASRL_SSH_RANK"]), env["ATLASRL_SSH_HOSTS"].split(","))
+
+    @property
+    def incarnation(self) -> str:
+        return self.job
+
+    def end(self) -> None:
+        """Nobody takes the hosts away."""
+
+    def requeue(self) -> None:
+        """Raises Fault: there is no queue; a new job takes the hosts that still answer."""
+        raise Fault("there is no scheduler to queue the job again")
+
+
+def here() -> SlurmAllocation | SshAllocation:
+    """The allocation of this task."""
+    return (SshAllocation if os.environ.get("SUBMITIT_EXECUTOR") == "ssh" else SlurmAllocation).here()

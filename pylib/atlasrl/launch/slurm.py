@@ -8,65 +8,18 @@ folder that a node does not see makes Slurm fail without a word: a canary step n
 
 from __future__ import annotations
 
-import re
 import secrets
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
-from atlasrl import plan as plans
 from atlasrl.errors import Fault, UsageFault
-from atlasrl.launch import squeue
+from atlasrl.launch import canary, squeue
 from atlasrl.launch.supervisor import JobTask, lead_seconds
 from atlasrl.plan import Plan
 from atlasrl.rundir import AttemptDir, write_atomically
 from atlasrl.site import Site, minutes_of
-
-NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/proc", "/sys")
-NODE_LOCAL_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "squashfs"}
-
-# Runs once on every node before anything else, without Python and without the shared folder.
-CANARY = r"""
-fail() { echo "error: $SLURMD_NODENAME: $1" >&2; exit 1; }
-folder=$1 token=$2 python=$3; shift 3
-seen=$(cat "$folder/canary" 2>/dev/null)
-[ -n "$seen" ] || fail "does not see $folder; mount the shared filesystem there, or exclude the node"
-[ "$seen" = "$token" ] || fail "$folder is another folder there than where the job was submitted; check its mounts"
-[ -x "$python" ] || fail "has no $python; the environment must lie on the shared filesystem or be set up on each node"
-for path in "$@"; do [ -e "$path" ] || fail "does not see $path, which the site or the recipe needs"; done
-""".strip()
-
-
-def refuse_node_local(path: Path, mounts: Path = Path("/proc/mounts")) -> None:
-    """Refuse a run directory that other nodes cannot see.
-
-    Raises:
-        UsageFault: it lies in a folder or on a filesystem that each node has for itself.
-    """
-    path = path.resolve()
-    if "%" in str(path):
-        raise UsageFault(f"run directory {path} has a %, which Slurm replaces in file names; use another folder")
-    local = next((folder for folder in NODE_LOCAL if path.is_relative_to(folder)), None)
-    kind = _filesystem(path, mounts)
-    if local is None and kind not in NODE_LOCAL_FILESYSTEMS:
-        return
-    where = f"in {local}" if local else f"on a {kind}"
-    raise UsageFault(
-        f"run directory {path} lies {where}, which each node has for itself; "
-        "set `runs:` in the site file to a folder on the shared filesystem"
-    )
-
-
-def _filesystem(path: Path, mounts: Path) -> str | None:
-    """Type of the filesystem that holds `path`: of the longest mount point above it, the last one mounted there."""
-    best, kind = -1, None
-    for line in mounts.read_text().splitlines():
-        _, point, found, *_ = line.split()
-        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), point)  # \040 is a blank
-        if path.is_relative_to(point) and len(Path(point).parts) >= best:
-            best, kind = len(Path(point).parts), found
-    return kind
 
 
 def parameters(
@@ -109,8 +62,8 @@ def parameters(
         "wckey": slurm.wckey,
         **{key.removeprefix("--"): value or True for key, _, value in (line.partition("=") for line in slurm.extra)},
     }
-    canary = ["bash", "-c", CANARY, "canary", str(folder), token, str(python), *map(str, needed)]
-    step = ["srun", "--kill-on-bad-exit=0", "--quiet", "--input=none", *canary]
+    check = ["bash", "-c", canary.CANARY, "canary", str(folder), token, str(python), *map(str, needed)]
+    step = ["srun", "--kill-on-bad-exit=0", "--quiet", "--input=none", *check]
     srun = ["--kill-on-bad-exit=1", "--wait=60", "--cpu-bind=none"]  # a task is a node's supervisor: all its CPUs
     if slurm.cpus_per_node:
         srun.append(f"--cpus-per-task={slurm.cpus_per_node}")  # since Slurm 22.05 srun does not take it from the job
@@ -134,6 +87,7 @@ def parameters(
         "setup": [
             "# each node sees the run, the interpreter and the inputs, or is named here",
             f"{shlex.join(step)} || exit 1",
+            *site.setup,
             f"export PYTHONPATH={shlex.quote(pythonpath)}",
         ],
         "srun_args": srun,
@@ -152,16 +106,9 @@ def _command(python: Path, folder: Path) -> str:
     return shlex.join([str(python), "-u", "-m", "submitit.core._submit", str(folder)])
 
 
-def needed_by(plan: Plan) -> list[Path]:
-    """Paths outside the run that every node must see."""
-    recipe = plan.recipe
-    inputs = [recipe.model.path, recipe.data.train, recipe.data.val, recipe.data.reward]
-    return [plans.ROOT, *(path for path in inputs if path), *plan.site.shared]
-
-
 def job_parameters(plan: Plan, token: str) -> dict:
     """Parameters of the batch job of a plan. Raises UsageFault."""
-    refuse_node_local(Path(plan.run))
+    canary.refuse_node_local(Path(plan.run))
     return parameters(
         plan.site,
         nodes=plan.nodes,
@@ -170,7 +117,7 @@ def job_parameters(plan: Plan, token: str) -> dict:
         folder=folder_of(plan),
         token=token,
         lead_seconds=round(lead_seconds(plan.rundir, plan.site.life)[0]),
-        needed=needed_by(plan),
+        needed=canary.needed_by(plan),
         pythonpath=str(plan.environment["PYTHONPATH"].value),
     )
 

@@ -23,7 +23,7 @@ from typing import Protocol
 from atlasrl import checkpoints, outcome, processes
 from atlasrl import plan as plans
 from atlasrl.errors import Fault
-from atlasrl.launch import checkin, submission
+from atlasrl.launch import allocation, checkin, submission
 from atlasrl.outcome import Facts, Outcome
 from atlasrl.rundir import AttemptDir, RunDir, read_json_lines, write_atomically
 from atlasrl.site import Life
@@ -330,8 +330,6 @@ class JobTask:
         self.run, self.attempt, self.token = run, attempt, token
 
     def __call__(self) -> int:
-        from atlasrl.launch.allocation import SlurmAllocation
-
-        code = Supervisor(RunDir(self.run), self.token, SlurmAllocation.here()).supervise(self.attempt)
+        code = Supervisor(RunDir(self.run), self.token, allocation.here()).supervise(self.attempt)
         sys.stdout.flush()
         raise SystemExit(code)  # no Exception: submitit would write a result, and the requeued job would find it
