@@ -121,6 +121,15 @@ class Checkpoint(Section):
     keep: PositiveInt = Field(2, description="complete checkpoints kept on disk; the newest is never removed")
 
 
+class Guard(Section):
+    """Judge the run at every step while it trains; see docs/compare.md."""
+
+    baseline: PathLike | None = Field(None, description="folder of a stored baseline; absent: checks that need none")
+    action: Literal["warn", "stop"] = "warn"
+    after_steps: PositiveInt = Field(20, description="nothing is judged before; early curves are noise")
+    rules: PathLike | None = Field(None, description="rules file instead of the defaults")
+
+
 class Recipe(Section):
     """What to train. `nodes` and `devices_per_node` are defaults that the command line may change."""
 
@@ -140,6 +149,7 @@ class Recipe(Section):
     dapo: Dapo = Dapo()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard | None = None
     environment: dict[str, Text] = Field({}, description="extra environment variables of every process of the job")
     verl: dict[str, Scalar | list | dict] = Field({}, description="verl (hydra) keys passed through unchanged")
 

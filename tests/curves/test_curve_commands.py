@@ -156,6 +156,17 @@ def test_a_guard_judges_nothing_before_its_first_steps_and_needs_no_baseline_for
     assert failure.new and failure.sentence().startswith("reward fails finite since step 11")
 
 
+def test_the_guard_of_a_recipe_watches_its_run_directory(tmp_path):
+    from atlasrl.recipe import Guard
+
+    baseline = store.add("gpu", [assets.dapo_run(seed) for seed in (1, 2, 3)], tmp_path / "baselines")
+    slow = assets.write_jsonl(assets.dapo_run(9, speed=0.3), tmp_path / "npu" / "attempts" / "0001" / "metrics.jsonl")
+    watch = guard.of_recipe(Guard(baseline=baseline, action="stop", after_steps=30), tmp_path / "npu")
+    assert {failure.metric for failure in watch.update()} >= {"reward", "entropy"}
+    slow.write_text("".join(slow.read_text().splitlines(keepends=True)[:29]))
+    assert guard.of_recipe(Guard(baseline=baseline, after_steps=30), tmp_path / "npu").update() == []
+
+
 def test_following_ends_with_the_run_and_its_verdict(runs):
     folder = runs / "runs" / "npu"
     assets.write_jsonl(assets.dapo_run(9, speed=0.5), folder / "attempts" / "0001" / "metrics.jsonl")

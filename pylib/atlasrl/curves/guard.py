@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from atlasrl.curves.aliases import Metric
+from atlasrl.curves import store
 from atlasrl.curves.align import BY_STEP, Alignment
 from atlasrl.curves.curve import Run
 from atlasrl.curves.judge import Finding, Verdict, judge
 from atlasrl.curves.load import RunReader
 from atlasrl.curves.rules import Rules
+from atlasrl.curves.rules import load as load_rules
 from atlasrl.errors import UsageFault
 
 HOOK_SECONDS = 60
@@ -65,6 +68,19 @@ class Guard:
         ]
         self._failing = {(failure.metric, failure.finding.check) for failure in failures}
         return failures
+
+
+def of_recipe(section, run: Path) -> Watch:
+    """The watch that a recipe's `guard` section asks for, over the run directory `run`.
+
+    Call `update()` after each step; `section.action` says what the caller does about new failures.
+
+    Raises:
+        UsageFault: no such baseline or rules file.
+    """
+    baselines = store.load_seeds(str(section.baseline)) if section.baseline else []
+    chosen = load_rules(Path(section.rules)) if section.rules else load_rules()
+    return Watch(RunReader(str(run)), Guard(chosen, baselines, least_steps=section.after_steps))
 
 
 @dataclass
