@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -51,6 +52,8 @@ def create(plan: Plan, recipe: str) -> None:
 
 def _link(run: RunDir) -> None:
     """Make a run that lives elsewhere known in this clone's runs/, so that commands find it by name and job id."""
+    if "ATLASRL_RUNS" in os.environ:  # it tells the commands where to look
+        return
     link = RUNS / run.name
     if run.path.parent != RUNS and not link.is_symlink() and not link.exists():
         RUNS.mkdir(exist_ok=True)

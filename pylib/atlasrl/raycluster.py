@@ -97,7 +97,8 @@ class Watch:
 
     def _read(self) -> None:
         for line in self._process.stdout:
-            self._lines.put(line)
+            if line.startswith('{"alive"'):  # Ray prints news of dead nodes to the same stream
+                self._lines.put(line)
 
     def look(self) -> None:
         """Take in what the probe has said since the last look."""
