@@ -8,8 +8,8 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atlasrl.curves.aliases import Metric
 from atlasrl.curves import store
+from atlasrl.curves.aliases import Metric
 from atlasrl.curves.align import BY_STEP, Alignment
 from atlasrl.curves.curve import Run
 from atlasrl.curves.judge import Finding, Verdict, judge
