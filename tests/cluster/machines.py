@@ -26,6 +26,7 @@ read -r _go
 hostname "$name"
 mount --bind "$hosts" /etc/hosts
 mount -t tmpfs -o size=768m tmpfs /dev/shm
+mount -t tmpfs tmpfs /run; mkdir /run/sshd
 mkdir -p "$own/tmp"; chmod 1777 "$own/tmp"
 for kept in "$@"; do mkdir -p "$own/tmp/${kept#/tmp/}"; mount --rbind "$kept" "$own/tmp/${kept#/tmp/}"; done
 mount --rbind "$own/tmp" /tmp

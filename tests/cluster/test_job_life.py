@@ -59,3 +59,53 @@ def repeated(job) -> int:
     """The most steps that any restart did again."""
     steps = job.steps()
     return max((steps[i - 1] - steps[i] + 1 for i in range(1, len(steps)) if steps[i] <= steps[i - 1]), default=0)
+
+
+def test_without_progress_the_third_attempt_is_the_last(cluster):
+    job = train(
+        cluster,
+        "fruitless",
+        nodes=1,
+        steps=100,
+        checkpoint__save_every=50,
+        environment={"LIGHT_CRASH_AFTER": "2", "LIGHT_STEP_SECONDS": "0.1"},
+    )
+    last = job.wait_for_end()
+    assert job.decisions() == [("crash", "restart"), ("crash", "restart"), ("no progress", "stop")]
+    assert "3 attempts in a row" in last["message"] and "stage train failed with exit code -9" in last["message"]
+    job.wait(lambda: job.cluster.job_state(job.id) == "FAILED", 30, "Slurm to call the job failed")
+
+
+def test_a_cancelled_job_is_resumed_by_its_id_also_without_its_pickle(cluster):
+    job = train(cluster, "cancelled", nodes=1, steps=60, environment={"LIGHT_STEP_SECONDS": "0.2"})
+    job.wait_for_checkpoint(3)
+    cluster.login("scancel", job.id)
+    job.wait(lambda: job.cluster.job_state(job.id) == "CANCELLED", 60, "the end of the job")
+    for pickle in (job.run.path / "slurm").glob("*.pkl"):
+        pickle.unlink()
+    answer = command(cluster, "resume", f"{job.id}_4")  # as an element of an array would be called
+    assert "continues from step" in answer.stdout
+    job.wait_for_step(max(job.steps()) + 2)
+    command(cluster, "stop", "cancelled", "--save")
+    assert repeated(job) <= 1
+
+
+@pytest.mark.nightly
+def test_the_time_limit_ends_nothing_twice_in_a_row(cluster):
+    job = train(
+        cluster,
+        "limit",
+        nodes=1,
+        steps=300,
+        checkpoint__save_every=1000,
+        environment={"LIGHT_STEP_SECONDS": "0.5"},
+        site={"slurm": {"time": 2}, "life": {"save_minutes": 0.9}},
+    )
+    for attempt in (1, 2):
+        decided = job.wait_for_decision(attempt, seconds=180)
+        assert (decided["kind"], decided["action"]) == ("time limit", "requeue"), job.story()
+        job.wait_for_requeue(attempt + 1)
+    job.wait_for_step(max(job.steps()) + 2)
+    command(cluster, "stop", "limit", "--save")
+    assert repeated(job) <= 1
+    assert sorted(set(job.steps())) == list(range(1, max(job.steps()) + 1))

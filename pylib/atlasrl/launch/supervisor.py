@@ -31,7 +31,8 @@ from atlasrl.site import Life
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 60  # from the end of rank 0's node process to those of the others: they end their Ray first
 LAST_CALL_SECONDS = 60  # before the allocation's end: an unfinished save is given up, while a requeue is possible
-LOOK_SECONDS = 5  # between looks at the clock of the allocation
+LOOK_SECONDS = 5  # between looks at the clock of the allocation, and between rank 0's signs of life
+LEAD_LOST_SECONDS = 120  # without a sign of life of rank 0 the others leave; Slurm would end them, bare hosts would not
 STATES = {"done": "done", "stopped": "stopped", "data exhausted": "exhausted"}
 
 
@@ -60,6 +61,7 @@ class Supervisor:
         self.node: subprocess.Popen | None = None
         self.signals: list[int] = []
         self.next_look = 0.0
+        self.sign, self.sign_seen = None, time.monotonic()
 
     def supervise(self, first_attempt: int) -> int:
         """Live through the job; returns the exit code of the task."""
@@ -191,7 +193,7 @@ class Supervisor:
         while True:
             order = _read(self.folder / "order.json")
             if order is None or order == done:
-                if signal.SIGTERM in self.signals or signal.SIGINT in self.signals:
+                if {signal.SIGTERM, signal.SIGINT} & set(self.signals) or self.lead_is_lost():
                     return 0
                 time.sleep(POLL_SECONDS)
                 continue
@@ -221,7 +223,7 @@ class Supervisor:
         )
         told = False
         while self.node.poll() is None:
-            if not told and {signal.SIGTERM, signal.SIGINT} & set(self.signals):
+            if not told and ({signal.SIGTERM, signal.SIGINT} & set(self.signals) or (rank and self.lead_is_lost())):
                 self.node.terminate()
                 told = True
             if rank == 0:
@@ -246,6 +248,7 @@ class Supervisor:
         if time.monotonic() < self.next_look:
             return
         self.next_look = time.monotonic() + LOOK_SECONDS
+        self.give_sign()
         if (end := self.here.end()) is None:
             return
         left = end - time.time()
@@ -289,7 +292,19 @@ class Supervisor:
     def await_all(self, state: str, attempt: int, deadline: float) -> None:
         limit = time.monotonic() + deadline
         while self.silent(state, attempt) and time.monotonic() < limit and signal.SIGTERM not in self.signals:
+            self.give_sign()
             time.sleep(POLL_SECONDS)
+
+    def give_sign(self) -> None:
+        """On rank 0: show the others that it lives. Clocks of different hosts are never compared."""
+        write_atomically(self.folder / "sign.json", json.dumps({"sign": time.monotonic_ns()}) + "\n")
+
+    def lead_is_lost(self) -> bool:
+        """On the other ranks: whether rank 0 has been silent for too long."""
+        sign = _read(self.folder / "sign.json")
+        if sign != self.sign:
+            self.sign, self.sign_seen = sign, time.monotonic()
+        return time.monotonic() - self.sign_seen > LEAD_LOST_SECONDS
 
     def asked(self, attempt: AttemptDir) -> str | None:
         """Who asked the attempt to end."""
