@@ -216,9 +216,10 @@ def _reward(recipe: Recipe) -> list[Override]:
     }
     settings = [
         Override("reward_model.enable", False, "rewards come from a rule"),
-        # verl 0.7.0: with the loop on, reward_loop/reward_manager/dapo.py looks for the overlong settings elsewhere and
-        # silently shapes nothing.
-        Override("reward_model.use_reward_loop", False, "the reward loop drops overlong shaping silently"),
+        # verl's DAPO recipe sets reward_model.overlong_buffer, its reward loop (on by default in 0.7.0) reads
+        # reward_model.reward_kwargs: no penalty, no error. Both places and both managers are set here.
+        Override("reward_model.use_reward_loop", False, "answers are scored by the trainer, with overlong shaping"),
+        Override("reward_model.reward_manager", "dapo", "the reward loop, if someone turns it on, shapes as well"),
         Override("reward_manager.name", "dapo", "verl's reward manager with overlong shaping"),
         Override("++reward_model.reward_kwargs.overlong_buffer_cfg", shaping, "recipe: dapo.overlong"),
         Override(
