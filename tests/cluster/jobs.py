@@ -118,6 +118,9 @@ def site_file(cluster: Cluster, name: str, light: bool, changes: dict) -> Path:
     if light:
         tree["python"] = str(LIGHT)
     for section, values in changes.items():
+        if values is None:
+            del tree[section]
+            continue
         tree[section] = tree.get(section, {}) | values if isinstance(values, dict) else values
     file = cluster.shared / f"site-{name}.yaml"
     file.write_text(yaml.safe_dump(tree))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 from cluster import Cluster
 
@@ -28,10 +27,5 @@ def start(cluster: Cluster) -> list[str]:
     for node in cluster.nodes:
         if cluster.on(node, "pgrep", "-x", "sshd", check=False).returncode:
             cluster.on(node, "/usr/sbin/sshd", "-f", folder / "sshd_config")
-    hosts = Path(folder / "known_hosts")
-    return [
-        "-F/dev/null",
-        f"-i{folder}/client_key",
-        f"-oUserKnownHostsFile={hosts}",
-        "-oStrictHostKeyChecking=accept-new",
-    ]
+    trust = ["-oStrictHostKeyChecking=accept-new", f"-oUserKnownHostsFile={folder}/known_hosts"]
+    return ["-F/dev/null", f"-i{folder}/client_key", *trust]

@@ -54,7 +54,7 @@ def test_a_job_outlives_its_connection_loses_a_host_and_goes_on_with_a_spare(clu
 
 def test_unfit_hosts_are_named_and_nothing_is_started(cluster, hosts):
     hosts["ssh"]["hosts"] = ["node01", "node99"]
-    with pytest.raises(AssertionError, match="2 hosts are needed and 1 of 2 are fit: node99: ssh: .*node99"):
+    with pytest.raises(AssertionError, match=r"2 hosts are needed and 1 of 2 are fit: node99: ssh: .*node99"):
         train(cluster, "unfit", nodes=2, site=hosts)
     assert cluster.on("node01", "pgrep", "-f", "ssh_executor", check=False).returncode
 
@@ -67,6 +67,9 @@ def test_only_processes_of_ours_are_signalled(cluster, hosts, tmp_path):
     (run.path / "ssh").mkdir(parents=True, exist_ok=True)
     record = {"ssh": hosts["ssh"], "tasks": [{"host": "node01", "pid": pid, "started": "12345"}]}
     (run.path / "ssh" / "ssh-0_tasks.json").write_text(json.dumps(record))
-    script = f"from atlasrl.launch import ssh; from atlasrl.rundir import RunDir; print(ssh._tell(RunDir({str(run.path)!r}), 'ssh-0', ssh.TERMINATE))"
+    script = (
+        "from atlasrl.launch import ssh; from atlasrl.rundir import RunDir; "
+        f"print(ssh._tell(RunDir({str(run.path)!r}), 'ssh-0', ssh.TERMINATE))"
+    )
     assert "gone" in cluster.login(sys.executable, "-c", script, PYTHONPATH="pylib").stdout
     assert cluster.on("node01", "kill", "-0", pid).returncode == 0
