@@ -155,7 +155,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_damage(tmp_path):
         reader.update()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_never_crashes_the_reader_and_never_shortens_a_curve_silently(tmp_path_factory, data):
     """Truncate, flip, append, cut out: a full curve, an error, or a note that says what is missing."""
@@ -184,7 +184,7 @@ def test_damage_never_crashes_the_reader_and_never_shortens_a_curve_silently(tmp
         assert points == len(POINTS) or run.reading.notes or cut_between_records
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payloads=st.lists(st.binary(max_size=90), max_size=6))
 def test_any_payload_with_a_right_checksum_is_survived(tmp_path_factory, payloads):
     folder = folder_with(tmp_path_factory.mktemp("foreign"), INTACT + b"".join(map(encode, payloads)))

@@ -140,6 +140,17 @@ def test_a_metric_that_one_side_lacks_is_named_and_nothing_in_common_is_an_error
         judge([single("a", np.ones(9))], [single("b", np.ones(9))], RULES)
 
 
+def test_a_run_too_short_to_judge_is_not_aligned():
+    verdict = judge([assets.dapo_run(9, steps=4)], SEEDS, RULES)
+    assert not verdict.aligned and verdict.judged == 0 and "only 4 common points" in metric(verdict, "reward").reason
+
+
+def test_rounding_around_a_curve_that_is_always_zero_is_no_difference():
+    seeds = [single("actor/ppo_kl", np.zeros(50)) for _ in range(2)]
+    assert judge([single("actor/ppo_kl", np.full(50, 1e-9))], seeds, RULES).aligned
+    assert not judge([single("actor/ppo_kl", np.full(50, 1e-3))], seeds, RULES).aligned
+
+
 def test_steps_that_do_not_meet_are_counted_not_dropped_in_silence():
     a, b = single(REWARD, np.zeros(100)), single(REWARD, np.zeros(80))
     found = metric(judge([a], [b], RULES, Alignment(first=11)), "reward")

@@ -176,7 +176,7 @@ def histories(draw):
     return attempts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(history=histories(), seed=st.integers(0, 2**16))
 def test_any_history_of_resumes_reads_as_the_course_that_was_trained(tmp_path_factory, history, seed):
     folder = tmp_path_factory.mktemp("history")

@@ -13,6 +13,8 @@ import numpy as np
 from atlasrl.curves import slope as slopes
 from atlasrl.curves.comparison import Comparison, averaged, robust_deviation
 
+ROUNDING = 1e-6  # differences below it come from float32 sums, for example a KL of 0 and one of 1e-9
+
 GARBLED = (
     "garbled rollout? Responses that all run into the limit never emit an end token: the rollout engine often holds "
     "other weights than the trainer (verl PR #4130: MLA with load_format=dummy on vllm-ascend). Read a few responses "
@@ -98,7 +100,7 @@ def slope_of_both(c: Comparison) -> Measure | None:
 def outside_band(c: Comparison) -> Measure | None:
     if c.band is None:
         return None
-    outside = (c.distance > 0).astype(float)
+    outside = (c.distance > ROUNDING * (1 + np.abs(c.baseline))).astype(float)
     return Measure(float(outside.mean()), outside)
 
 

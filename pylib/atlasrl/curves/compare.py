@@ -64,6 +64,9 @@ def _once(run: tuple[str, ...], baseline: tuple[str, ...], options: dict) -> int
     baselines = baseline_runs(baseline, options["allow_truncated"])
     metrics, chosen = aliases.with_changes(list(options["changes"])), _rules(options)
     verdict = judge(candidates, baselines, chosen, _alignment(options), metrics)
+    if not verdict.judged:
+        reasons = dict.fromkeys(m.reason for m in verdict.metrics if m.reason)
+        raise UsageFault(f"nothing could be judged: {'; '.join(reasons)}")
     if options["as_json"]:
         print(json.dumps(verdict.as_dict(), indent=1))
     else:

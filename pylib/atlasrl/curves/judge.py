@@ -71,8 +71,14 @@ class Verdict:
     pairs: dict[str, Pair] = field(default_factory=dict, repr=False)
 
     @property
+    def judged(self) -> int:
+        """How many metrics were judged."""
+        return sum(m.status != "not judged" for m in self.metrics)
+
+    @property
     def aligned(self) -> bool:
-        return not any(m.status == "not aligned" for m in self.metrics)
+        """At least one metric was judged, and none fails."""
+        return self.judged > 0 and not any(m.status == "not aligned" for m in self.metrics)
 
     def failures(self) -> list[tuple[MetricVerdict, Finding]]:
         """Failed checks, the earliest step first."""

@@ -66,9 +66,11 @@ def _unjudged(verdict: Verdict) -> dict[str, list[str]]:
 
 def headline(verdict: Verdict) -> str:
     """One line: aligned or not, what failed first, from which step."""
-    judged = [m for m in verdict.metrics if m.status != "not judged"]
     if verdict.aligned:
-        return f"aligned: {len(judged)} of {len(verdict.metrics)} metrics judged, none fails"
+        state = "aligned" if verdict.baseline else "no baseline"
+        return f"{state}: {verdict.judged} of {len(verdict.metrics)} metrics judged, none fails"
+    if not verdict.judged:
+        return "nothing could be judged"
     metric, finding = verdict.failures()[0]
     since = f" from step {finding.first_step}" if finding.first_step is not None else ""
     failed = [m.metric for m in verdict.metrics if m.status == "not aligned"]
