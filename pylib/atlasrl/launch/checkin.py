@@ -63,10 +63,13 @@ def facts(plan: Plan) -> dict[str, str]:
     for path in map(Path, CANN_VERSIONS):
         if path.exists():
             found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    found |= {
-        f"${name}": value for name, value in os.environ.items() if name.startswith(STEERING) and name not in PER_NODE
-    }
-    return found
+    return found | steering_variables()
+
+
+def steering_variables() -> dict[str, str]:
+    """Environment variables that must be equal on all nodes."""
+    chosen = {name for name in os.environ if name.startswith(STEERING)} - PER_NODE
+    return {f"${name}": os.environ[name] for name in sorted(chosen)}
 
 
 def code_hash(folder: Path) -> str:
