@@ -103,6 +103,27 @@ class Cluster:
         print(words, file=self.keeper.stdin, flush=True)
         return json.loads(self.keeper.stdout.readline())
 
+    @contextlib.contextmanager
+    def small_disk(self, megabytes: int) -> Iterator[Path]:
+        """A small filesystem that all machines share: one loop device, mounted on each of them and here."""
+        image, point = self.folder / "disk", self.folder / "small"
+        image.write_bytes(b"")
+        os.truncate(image, megabytes * 2**20)
+        point.mkdir()
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+        loop = subprocess.run(["losetup", "--find", "--show", str(image)], check=True, capture_output=True, text=True)
+        device = loop.stdout.strip()
+        places = [self.words(name) for name in ("login", *self.nodes)] if self.facts["firsts"] else []
+        try:
+            for place in ([], *places):
+                subprocess.run([*place, "mount", device, str(point)], check=True)
+            yield point
+        finally:
+            for place in ([], *places):
+                subprocess.run([*place, "umount", "--lazy", str(point)], check=False)
+            subprocess.run(["losetup", "--detach", device], check=True)
+            image.unlink()
+
     def job_state(self, job: str) -> str:
         """PENDING, RUNNING, …; kept for 10 minutes after the end."""
         return self.login("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").stdout.strip()

@@ -81,13 +81,21 @@ class Job:
 
 
 def train(
-    cluster: Cluster, name: str, *, nodes: int = 2, light: bool = True, site: dict | None = None, **recipe
+    cluster: Cluster,
+    name: str,
+    *,
+    nodes: int = 2,
+    light: bool = True,
+    site: dict | None = None,
+    runs: Path | None = None,
+    **recipe,
 ) -> Job:
     """Submit a run with bin/train on the login machine.
 
     Args:
         light: with the light trainer; False: verl.
         site: changes to the cluster's site file, section by section.
+        runs: where the run is made; default: the cluster's shared folder.
         recipe: changes to the small recipe; dotted keys with `__` for the dot.
     """
     file = cluster.shared / f"{name}.yaml"
@@ -95,7 +103,7 @@ def train(
     answer = cluster.login(
         str(ROOT / "bin" / "train"),
         *(str(file), "--site", str(site_file(cluster, name, light, site or {}))),
-        *("--nodes", str(nodes), "--name", name, "--json"),
+        *("--nodes", str(nodes), "--name", name, "--json", *(["--runs", str(runs)] if runs else [])),
         ATLASRL_REAL_PYTHON=sys.executable,
     )
     told = json.loads(answer.stdout)

@@ -1,6 +1,7 @@
 """A trainer without weights that keeps the contract of `python -m atlasrl.trainer`: steps, metrics, checkpoints, codes.
 
-LIGHT_STEP_SECONDS sets its pace. LIGHT_CRASH_AFTER=N kills it with SIGKILL after step N of each attempt.
+LIGHT_STEP_SECONDS sets its pace, LIGHT_CHECKPOINT_MB the size of its checkpoints. LIGHT_CRASH_AFTER=N kills it with
+SIGKILL after step N of each attempt.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main() -> int:
 def save(run: RunDir, step: int, keep: int) -> None:
     path = checkpoints.begin(run, step)
     path.mkdir(parents=True)
+    (path / "weights").write_bytes(bytes(int(os.environ.get("LIGHT_CHECKPOINT_MB", 0)) * 2**20))
     (path / "state.json").write_text(json.dumps({"step": step}))
     saved = checkpoints.seal(path, backend="fsdp2", world_size=1)
     checkpoints.prune(run, keep)
@@ -54,4 +56,9 @@ def save(run: RunDir, step: int, keep: int) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        code = main()
+    except OSError as problem:
+        print(f"error: {problem}", flush=True)
+        code = 1
+    raise SystemExit(code)

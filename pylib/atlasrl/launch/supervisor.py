@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from atlasrl.site import Life
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 60  # from the end of rank 0's node process to those of the others: they end their Ray first
 LAST_CALL_SECONDS = 60  # before the allocation's end: an unfinished save is given up, while a requeue is possible
+BALLAST_BYTES = 2**20
 LOOK_SECONDS = 5  # between looks at the clock of the allocation, and between rank 0's signs of life
 LEAD_LOST_SECONDS = 120  # without a sign of life of rank 0 the others leave; Slurm would end them, bare hosts would not
 STATES = {"done": "done", "stopped": "stopped", "data exhausted": "exhausted"}
@@ -73,11 +75,17 @@ class Supervisor:
         finally:
             processes.end_descendants(patience=2)
 
+    @property
+    def ballast(self) -> Path:
+        """Room on the run's disk that is given up when the disk is full, so that the end can be written down."""
+        return self.folder / "ballast"
+
     # --- rank 0 ---
 
     def lead(self, first_attempt: int) -> int:
         attempt = self.run.attempt(first_attempt) if self.here.is_fresh else self.next_attempt()
         self.close_earlier_attempts(attempt)
+        self.ballast.write_bytes(bytes(BALLAST_BYTES))
         while True:
             found = self.run_attempt(attempt)
             if found.action != "restart":
@@ -118,6 +126,9 @@ class Supervisor:
             self.await_all("ended", number, REPORT_SECONDS)
             lost = self.silent("ended", number)
             stage_exit = self.failed_stage(number)
+        if shutil.disk_usage(self.run.path).free < BALLAST_BYTES:
+            self.ballast.unlink(missing_ok=True)
+            message, stage_exit = f"No space left on the disk of {self.run.path}: {message}", outcome.FAULT
         facts = Facts(
             exit=code,
             message=message,
@@ -345,6 +356,10 @@ class JobTask:
         self.run, self.attempt, self.token = run, attempt, token
 
     def __call__(self) -> int:
-        code = Supervisor(RunDir(self.run), self.token, allocation.here()).supervise(self.attempt)
+        try:
+            code = Supervisor(RunDir(self.run), self.token, allocation.here()).supervise(self.attempt)
+        except Fault as fault:  # a damaged journal or plan
+            print(f"error: {fault}", flush=True)
+            code = fault.exit_code
         sys.stdout.flush()
         raise SystemExit(code)  # no Exception: submitit would write a result, and the requeued job would find it
