@@ -247,3 +247,29 @@ def test_remedies_do_what_they_say():
         assert remedy.saved > 0
         applied += 1
     assert applied >= 3
+
+
+def test_remedies_taken_together_make_it_fit():
+    changes = ["parallel.offload=false", "parallel.recompute=none", "parallel.expert=1"]
+    before = verdict.of_recipe(recipes.load("moonlight-16b-dapo", changes))
+    assert not before.prediction.fits
+    assert not any(remedy.fits for remedy in before.remedies)
+    taken = [remedy.change for remedy in before.together]
+    after = verdict.of_recipe(recipes.load("moonlight-16b-dapo", [*changes, *taken]))
+    assert after.prediction.fits
+    assert after.prediction.tightest[2] == before.together[-1].peak
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "fits", "words"),
+    [
+        ("deepseek-v3-671b-dapo", 32, True, "fits: rollout"),
+        ("deepseek-v3-671b-dapo", 30, False, "the split is illegal: 240 devices"),
+        ("tiny", 1, None, "not predicted"),
+    ],
+)
+def test_the_sentence_for_a_plan(recipe, nodes, fits, words):
+    loaded = recipes.load(recipe)
+    sentence, answer = verdict.in_one_line(loaded, nodes, loaded.devices_per_node)
+    assert answer is fits
+    assert sentence.startswith(words)

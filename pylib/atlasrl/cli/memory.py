@@ -49,19 +49,28 @@ def recipe_options(function):
 @click.option("--why", is_flag=True, help="Formula, reason and source of every term of the tightest phase.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a stacked-bar picture.")
 def fit(recipe, nodes, changes, config, device_gib, as_json, why, html):
-    """Predict every stage and phase of RECIPE; exit 1 when it does not fit."""
-    from atlasrl import recipe as recipes
-    from atlasrl.memory import picture, report, verdict
+    """Predict every stage and phase of RECIPE; exit 1 when it does not fit.
 
-    answer = verdict.of_recipe(recipes.load(recipe, list(changes)), nodes, config, device_gib)
+    A recipe with backend fsdp2 has no stages: the bytes that each worker holds are printed instead.
+    """
+    from atlasrl import recipe as recipes
+    from atlasrl.memory import job, picture, report, sharded, verdict
+
+    loaded = recipes.load(recipe, list(changes))
+    if loaded.backend == "fsdp2":
+        world = (nodes or loaded.nodes) * loaded.devices_per_node
+        batch = sharded.batch_of(loaded, world)
+        click.echo(report.workers_text(recipe, job.architecture_of(loaded, config), batch, world))
+        return
+    answer = verdict.of_recipe(loaded, nodes, config, device_gib)
     if html:
         from atlasrl.rundir import write_atomically
 
         write_atomically(html, picture.page(recipe, answer.prediction))
     if as_json:
-        click.echo(json.dumps(report.as_json(recipe, answer.prediction, answer.remedies), indent=1))
+        click.echo(json.dumps(report.as_json(recipe, answer.prediction, answer.remedies, answer.together), indent=1))
     else:
-        click.echo(report.text(recipe, answer.prediction, answer.remedies, explain=why))
+        click.echo(report.text(recipe, answer.prediction, answer.remedies, answer.together, explain=why))
     sys.exit(0 if answer.prediction.fits else 1)
 
 

@@ -102,7 +102,27 @@ class Remedy:
 
 def remedies(a: Architecture, s: Split, batched: Batched) -> list[Remedy]:
     """Changes that lower the tightest phase: first those that make it fit, cheapest first."""
-    job = batched(s)
+    return [remedy for remedy, _, _ in _evaluated(a, s, batched(s), batched)]
+
+
+def combination(a: Architecture, s: Split, batched: Batched, limit: int = 5) -> list[Remedy]:
+    """Remedies to take together, one after the other, until it fits; [] when `limit` of them do not suffice.
+
+    Each next one is the cheapest that fits, else the one that lowers the highest peak most.
+    """
+    job, taken = batched(s), []
+    for _ in range(limit):
+        found = _evaluated(a, s, job, batched)
+        if not found:
+            return []
+        remedy, s, job = found[0] if found[0][0].fits else min(found, key=lambda each: each[0].peak)
+        taken.append(remedy)
+        if remedy.fits:
+            return taken
+    return []
+
+
+def _evaluated(a: Architecture, s: Split, job: Job, batched: Batched) -> list[tuple[Remedy, Split, Job]]:
     before = model.predict(a, s, job)
     stage, phase, peak = before.tightest
     base = sum(cost.step_seconds(a, s, job).values())
@@ -113,8 +133,9 @@ def remedies(a: Architecture, s: Split, batched: Batched) -> list[Remedy]:
         same = same if split.stages == s.stages else max(each.peaks[phase] for each in after.stages)
         seconds = sum(cost.step_seconds(a, split, changed).values()) - base
         if peak - same >= 0.05 * GIB and after.sequences >= min(1, before.sequences):
-            found.append(Remedy(change, peak - same, after.tightest[2], after.spare >= 0, seconds))
-    return sorted(found, key=lambda r: (not r.fits, r.seconds))
+            remedy = Remedy(change, peak - same, after.tightest[2], after.spare >= 0, seconds)
+            found.append((remedy, split, changed))
+    return sorted(found, key=lambda each: (not each[0].fits, each[0].seconds))
 
 
 def _changes(a: Architecture, s: Split, j: Job, batched: Batched) -> Iterator[tuple[str, Split, Job]]:
@@ -153,16 +174,21 @@ def _changes(a: Architecture, s: Split, j: Job, batched: Batched) -> Iterator[tu
     yield from _other_rollouts(a, s, j)
 
 
+def _rebatched(j: Job, of_split: Job) -> Job:
+    """The job with the micro-batches that another split leaves to a rank."""
+    return dataclasses.replace(j, tokens=of_split.tokens, micro_batches=of_split.micro_batches)
+
+
 def _other_splits(a: Architecture, s: Split, j: Job, batched: Batched) -> Iterator[tuple[str, Split, Job]]:
     for key in ("tensor", "context", "expert"):
         wider = dataclasses.replace(s, **{key: getattr(s, key) * 2})
         if next(broken_rules(a, wider, j.devices_per_node, j.sequence), None) is None:
-            yield f"parallel.{key}={getattr(wider, key)}", wider, batched(wider)
+            yield f"parallel.{key}={getattr(wider, key)}", wider, _rebatched(j, batched(wider))
     for stages in balanced_stages(a.layers, s.pipeline * 2):
         deeper = dataclasses.replace(s, pipeline=s.pipeline * 2, stages=stages)
         if next(broken_rules(a, deeper, j.devices_per_node, j.sequence), None) is None:
             ends = f" first_stage_layers={stages[0]} last_stage_layers={stages[-1]}" if len(set(stages)) > 1 else ""
-            yield f"parallel.pipeline={deeper.pipeline}{ends}", deeper, batched(deeper)
+            yield f"parallel.pipeline={deeper.pipeline}{ends}", deeper, _rebatched(j, batched(deeper))
             return
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from atlasrl.memory.job import GIB
+from dataclasses import asdict
+
+from atlasrl.memory import sharded
+from atlasrl.memory.architecture import Architecture
+from atlasrl.memory.job import GIB, MIB
 from atlasrl.memory.model import Phase, Prediction, Stage
 from atlasrl.memory.planner import Candidate, Remedy
 from atlasrl.memory.snapshot import Snapshot
@@ -26,7 +30,7 @@ def table(rows: list[list[str]], left: int = 1) -> str:
     return "\n".join(line(row) for row in rows)
 
 
-def text(name: str, p: Prediction, remedies: list[Remedy], explain: bool = False) -> str:
+def text(name: str, p: Prediction, remedies: list[Remedy], together: list[Remedy], explain: bool = False) -> str:
     """The whole answer for a person: stages and phases, the tightest one, KV cache, host, verdict, remedies."""
     s, j = p.split, p.job
     stage, phase, _ = p.tightest
@@ -42,6 +46,10 @@ def text(name: str, p: Prediction, remedies: list[Remedy], explain: bool = False
     ]
     if remedies:
         parts.append(_remedies(remedies[:3], phase))
+    if together:
+        parts.append(
+            f"together they make it fit: {' '.join(r.change for r in together)} ({gib(together[-1].peak)} GiB)"
+        )
     return "\n\n".join(parts)
 
 
@@ -140,7 +148,7 @@ def rank_reason(found: list[Candidate], own: Candidate) -> str:
     )
 
 
-def as_json(name: str, p: Prediction, remedies: list[Remedy]) -> dict:
+def as_json(name: str, p: Prediction, remedies: list[Remedy], together: list[Remedy]) -> dict:
     """Everything of the text, sizes in bytes."""
     stage, phase, peak = p.tightest
     return {
@@ -163,6 +171,7 @@ def as_json(name: str, p: Prediction, remedies: list[Remedy]) -> dict:
             }
             for r in remedies
         ],
+        "together": [r.change for r in together],
         "terms": {term: TERMS[term]._asdict() for each in p.stages for terms in each.phases.values() for term in terms},
     }
 
@@ -201,6 +210,23 @@ def candidate_json(c: Candidate) -> dict:
         "total_seconds": round(c.cost, 2),
         "spare_bytes": c.prediction.spare,
     }
+
+
+def workers_text(name: str, a: Architecture, b: sharded.Batch, world: int) -> str:
+    """The FSDP2 workers of a recipe: exact bytes of their tensors, and the resident growth of the phases."""
+    workers = [asdict(sharded.worker(a, b, world, rank)) for rank in range(world)]
+    unequal = len({tuple(w.values()) for w in workers}) > 1
+    shown = workers if unequal else workers[:1]
+    rows = [["bytes", *(kind.replace("_", " ") for kind in shown[0])]]
+    rows += [
+        [f"worker {i}" if unequal else "each worker", *(f"{n:,}" for n in w.values())] for i, w in enumerate(shown)
+    ]
+    growths = {"log_prob": sharded.score_growth(a, b), "update": sharded.update_growth(a, b, world)}
+    lines = [f"{name}: {world} FSDP2 workers, {b.rows} answers of {b.tokens} tokens in a micro-batch", table(rows), ""]
+    for phase, growth in growths.items():
+        terms = ", ".join(f"{term} {size / MIB:.1f}" for term, size in growth.terms.items())
+        lines.append(f"{phase} grows by {growth.total / MIB:.1f} MiB: {terms}")
+    return "\n".join(lines)
 
 
 def snapshot_text(s: Snapshot, top: int) -> str:

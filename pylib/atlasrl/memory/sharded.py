@@ -9,9 +9,13 @@ scoring and loss make of them follow `dp_actor._forward_micro_batch`, `logprobs_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from atlasrl.memory.architecture import Architecture, Weight
 from atlasrl.memory.parameters import share
+
+if TYPE_CHECKING:
+    from atlasrl.recipe import Recipe
 
 FLOAT = 4  # bytes
 
@@ -29,6 +33,22 @@ class Batch:
     @property
     def tokens(self) -> int:
         return self.prompt + self.response
+
+
+SCORED = 4  # micro-batches that a CPU worker scores at once: without a graph so many more rows fit
+
+
+def batch_of(recipe: Recipe, world: int) -> Batch:
+    """The batch shapes of one worker of a recipe."""
+    answers = share(recipe.dapo.train_batch_size * recipe.rollout.samples, world)
+    scored = recipe.dapo.micro_batch_size * (SCORED if recipe.rollout.engine == "cpu" else 1)
+    return Batch(
+        prompt=recipe.data.max_prompt_tokens,
+        response=recipe.data.max_response_tokens,
+        rows=min(recipe.dapo.micro_batch_size, answers),
+        scored_rows=min(scored, answers),
+        recompute=recipe.parallel.recompute == "full",
+    )
 
 
 @dataclass(frozen=True)
@@ -127,35 +147,53 @@ class Growth:
         return sum(self.terms.values())
 
 
+def live_floats(a: Architecture, dense: bool) -> int:
+    """Floats per token alive at the highest moment of a layer without a graph; experts balanced."""
+    if m := a.latent:
+        attention = a.heads * (3 * m.query + m.nope + 2 * m.value)
+    else:
+        attention = a.head_width * (2 * a.heads + 3 * a.kv_heads)
+    if dense:
+        mlp = 3 * a.intermediate
+    else:
+        e = a.experts
+        mlp = a.hidden + max(share(e.top * (2 * a.hidden + 3 * e.width), e.count), 3 * e.shared_width)
+    return 2 * a.hidden + max(attention, mlp)
+
+
 def score_growth(a: Architecture, b: Batch) -> Growth:
-    """Forward without a graph, then log-probabilities and entropy: the logits, the softmax and one more of its size."""
-    units = unit_elements(a)
+    """Forward without a graph: the largest layer, or afterwards logits, softmax and one more of its size (entropy)."""
     row = FLOAT * b.scored_rows * a.vocabulary
-    return Growth(
-        {
-            "logits": row * b.tokens,
-            "softmax": row * b.response,
-            "logsumexp": row * b.response,
-            "gathered root": FLOAT * units["root"],
-        }
-    )
+    entropy = {"logits": row * b.tokens, "softmax": row * b.response, "logsumexp": row * b.response}
+    floats = max(live_floats(a, dense) for dense in {a.is_dense(i) for i in range(a.layers)})
+    layer = {"one layer": FLOAT * b.scored_rows * b.tokens * floats}
+    return Growth(max(entropy, layer, key=lambda terms: sum(terms.values())) | gathered_root(a))
 
 
-def update_growth(a: Architecture, b: Batch, world: int, first: bool) -> Growth:
-    """Forward and backward of one micro-batch with the gradients of those before it.
+def gathered_root(a: Architecture) -> dict[str, int]:
+    """What a forward leaves gathered: FSDP2 does not reshard the root unit."""
+    return {"gathered root": FLOAT * unit_elements(a)["root"]}
 
-    At its highest the backward pass holds the logits, their gradient through logsumexp row by row and once more
-    stacked, and that through the label's logit.
+
+def update_growth(a: Architecture, b: Batch, world: int) -> Growth:
+    """Forward and backward of one micro-batch while the gradients of those before it are held.
+
+    The root unit is still gathered from scoring (FSDP2 does not reshard it after a forward). The highest of three
+    moments counts, all with the activations: logits with their gradient through logsumexp, row by row and once stacked;
+    the gradient of all logits before and after the division by the temperature; a unit's whole gradient beside the
+    buffer that reduces it.
     """
     units = unit_elements(a)
     row = FLOAT * b.rows * a.vocabulary
-    held = worker(a, b, world, 0)
+    moments = {
+        "logits and their gradient": max(row * (b.tokens + 2 * b.response), 2 * row * b.tokens),
+        "gradient reduction": FLOAT * (2 * max(units["root"], units["layer"]) + units["layer"]),
+    }
+    highest = max(moments, key=moments.__getitem__)
     return Growth(
         {
-            "logits": row * b.tokens,
-            "logit gradients": 3 * row * b.response,
             "activations": activation_bytes(a, b),
-            "gathered root": FLOAT * units["root"],
-            "gradients": held.gradients,
+            highest: moments[highest],
+            "gradients": worker(a, b, world, 0).gradients,
         }
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atlasrl.errors import UsageFault
 from atlasrl.legality import Split, broken_batch_rules, broken_rollout_rules, broken_rules
-from atlasrl.memory import cost, job, model, planner
+from atlasrl.memory import cost, job, model, planner, report
 from atlasrl.memory.architecture import Architecture
 from atlasrl.memory.model import Prediction
 from atlasrl.memory.planner import Candidate, Remedy
@@ -18,6 +18,7 @@ from atlasrl.recipe import Recipe
 class Answer:
     prediction: Prediction
     remedies: list[Remedy]  # cheapest first
+    together: list[Remedy]  # to take one after the other until it fits, when no single one suffices
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,32 @@ def of_recipe(
     a, split, j = _described(recipe, nodes, config, device_gib)
     if broken := [*illegal(recipe, a, split, j)]:
         raise UsageFault("; ".join(broken))
-    return Answer(model.predict(a, split, j), planner.remedies(a, split, lambda s: job.batched(j, recipe, s)))
+
+    def batched(s: Split) -> job.Job:
+        return job.batched(j, recipe, s)
+
+    prediction, remedies = model.predict(a, split, j), planner.remedies(a, split, batched)
+    alone = prediction.spare >= 0 or any(remedy.fits for remedy in remedies)
+    return Answer(prediction, remedies, [] if alone else planner.combination(a, split, batched))
+
+
+def in_one_line(recipe: Recipe, nodes: int, devices_per_node: int) -> tuple[str, bool | None]:
+    """What a plan says about memory: a sentence, and whether it fits (None: nothing is known, so nothing stops it).
+
+    For a Megatron recipe whose split is illegal the sentence names the rules and the answer is False.
+    """
+    recipe = recipe.model_copy(update={"devices_per_node": devices_per_node})
+    if recipe.backend != "megatron" or recipe.device not in job.DEVICE_BYTES:
+        return f"not predicted for {recipe.backend} on {recipe.device}", None
+    try:
+        a = job.architecture_of(recipe)
+    except UsageFault as unknown:
+        return f"not predicted: {unknown}", None
+    split, j = job.of_recipe(recipe, a, nodes)
+    if broken := illegal(recipe, a, split, j):
+        return f"the split is illegal: {'; '.join(broken)}", False
+    prediction = model.predict(a, split, j)
+    return report.verdict(prediction), prediction.fits
 
 
 def illegal(recipe: Recipe, a: Architecture, split: Split, j: job.Job) -> list[str]:
@@ -73,6 +99,6 @@ def _described(
     recipe: Recipe, nodes: int | None, config: Path | None, device_gib: float | None
 ) -> tuple[Architecture, Split, job.Job]:
     if recipe.backend != "megatron":
-        raise UsageFault(f"backend {recipe.backend} is not split; `bin/memory fit` predicts its workers one by one")
+        raise UsageFault(f"backend {recipe.backend} is not split; `bin/memory RECIPE` tells what its workers hold")
     a = job.architecture_of(recipe, config)
     return a, *job.of_recipe(recipe, a, nodes, int(device_gib * job.GIB) if device_gib else None)

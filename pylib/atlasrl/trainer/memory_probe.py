@@ -42,14 +42,20 @@ def phase(name: str, actor=None):
 
 
 def held(actor) -> dict[str, int]:
-    """Bytes of this rank's shards: weights, buffers and, while they exist, optimizer state."""
-    parameters = list(actor.actor_module.parameters())
+    """Bytes of this rank's buffers and, from the first step on, optimizer state."""
+    states = actor.actor_optimizer.state.values()
+    return {
+        "buffers": sum(size_of(buffer) for buffer in actor.actor_module.buffers()),
+        "optimizer": sum(size_of(tensor) for state in states for tensor in state.values()),
+    }
+
+
+def shards(module) -> dict[str, int]:
+    """Bytes of this rank's weights and gradients. After a backward; a forward leaves the root unit gathered."""
+    parameters = list(module.parameters())
     return {
         "weights": sum(size_of(p) for p in parameters),
-        "buffers": sum(size_of(b) for b in actor.actor_module.buffers()),
-        "optimizer": sum(
-            size_of(tensor) for p in parameters for tensor in actor.actor_optimizer.state.get(p, {}).values()
-        ),
+        "gradients": sum(size_of(p.grad) for p in parameters if p.grad is not None),
     }
 
 
@@ -110,8 +116,7 @@ def probed_log_prob(original):
 def probed_step(original):
     @functools.wraps(original)
     def optimizer_step(self):
-        gradients = sum(size_of(p.grad) for p in self.actor_module.parameters() if p.grad is not None)
-        write({"phase": "gradients", "gradients": gradients, "rss": rss.status()["rss"]})
+        write({"phase": "step", "start": rss.status()["rss"]} | shards(self.actor_module))
         return original(self)
 
     return optimizer_step
