@@ -7,6 +7,7 @@ number (1.1 reads a text), `no` is a text. A key that stands twice is an error.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -151,7 +152,7 @@ def _absolute_paths(tree: dict, section: type[Section], base: Path) -> dict:
     """Resolve the relative paths of `tree` against `base`; values that are no paths are left to validation."""
 
     def absolute(value: Any) -> Any:
-        return str((base / Path(value).expanduser()).absolute()) if isinstance(value, str) else value
+        return str(os.path.normpath(base / Path(value).expanduser())) if isinstance(value, str) else value
 
     resolved = dict(tree)
     for name, field in section.model_fields.items():
