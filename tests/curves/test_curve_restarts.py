@@ -61,6 +61,17 @@ def test_one_file_that_was_appended_to_after_a_restart_is_two_attempts(tmp_path)
     assert len(run.attempts) == 2
 
 
+def test_two_restarts_in_one_file_whose_clock_goes_back_keep_the_order_of_the_file(tmp_path):
+    written = [assets.points(1, 30), assets.points(21, 40, course=1), assets.points(21, 35, course=2)]
+    data = b"".join(assets.event_bytes(part, clock) for part, clock in zip(written, (9000, 3000, 2000), strict=True))
+    (tmp_path / "events.out.tfevents.1.a").write_bytes(data)
+    lines = [f"step:{step} - {tag}:{value}\n" for part in written for tag, step, value in part]
+    (tmp_path / "console.log").write_text("".join(lines))
+    trained = expected(assets.points(1, 20) + assets.points(21, 35, course=2))
+    assert assets.plain(load(str(tmp_path / "events.out.tfevents.1.a"))) == trained
+    assert assets.plain(load(str(tmp_path / "console.log"))) == trained
+
+
 def test_a_purge_step_is_obeyed_although_the_first_points_come_later(tmp_path):
     """purge_step=21, then nothing is logged before 24: steps 21-23 of the dead attempt are void."""
     assets.write_events(tmp_path, "1.a", assets.points(1, 30), clock=1000)

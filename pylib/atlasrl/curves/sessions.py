@@ -26,13 +26,15 @@ from atlasrl.errors import Fault
 class Session:
     """What one process wrote without going back. `begin` is the step from which it replaces earlier sessions.
 
-    `number` is the attempt's number where it is known (attempts/0002, order on the command line).
+    `number` is the attempt's number where it is known (attempts/0002, order on the command line); `after` is the
+    session before it in the same file.
     """
 
     source: str
     columns: Columns
     begin: int
     number: int | None = None
+    after: Session | None = None
 
     @property
     def clock(self) -> float:
@@ -63,7 +65,8 @@ def split(
     for first, end in zip(cuts, [*cuts[1:], len(columns)], strict=True):
         part = columns.take(slice(first, end))
         begin = purges.get(first)
-        sessions.append(Session(source, part, _first_step(part) if begin is None else begin, number))
+        before = sessions[-1] if sessions else None
+        sessions.append(Session(source, part, _first_step(part) if begin is None else begin, number, before))
     return sessions
 
 
@@ -110,7 +113,7 @@ def order(sessions: list[Session], notes: list[str]) -> list[Session]:
     reached, clock_is_wrong = None, False
     while waiting:
         next_number = min((s.number for s in waiting if s.number is not None), default=None)
-        possible = [s for s in waiting if s.number in (None, next_number)]
+        possible = [s for s in waiting if s.number in (None, next_number) and s.after not in waiting]
         if reached is None:
             lowest = min(s.begin for s in possible)
             ready = [s for s in possible if s.begin == lowest or s.number is not None]
@@ -134,7 +137,7 @@ def order(sessions: list[Session], notes: list[str]) -> list[Session]:
 
 
 def _by_clock(session: Session) -> tuple:
-    return (np.isnan(session.clock), session.clock, session.source)
+    return (np.isnan(session.clock), np.nan_to_num(session.clock), session.source)
 
 
 def _ambiguous(one: Session, other: Session) -> str:

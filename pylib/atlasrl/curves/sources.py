@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from atlasrl.curves import tables, textlogs
@@ -49,7 +50,7 @@ class JsonLinesSource:
 
     def __init__(self, path: Path, number: int | None = None):
         self.path, self.number = path, number
-        self.file, self.columns, self.broken, self.at = textlogs.LineFile(path), Columns(), "", 0
+        self.file, self.columns, self.broken = textlogs.LineFile(path), Columns(), ""
 
     def update(self) -> bool:
         """Read what was added. True when points came."""
@@ -58,28 +59,14 @@ class JsonLinesSource:
             self.columns, self.broken = Columns(), ""
         if self.broken:
             return False
-        rows = []
-        try:
-            rows.extend(self._rows(lines))
-        except Fault as fault:
-            self.broken = str(fault)
-            rows = self._rows_before_damage(lines)
+        rows, self.broken = _rows_before_damage(self._rows(lines))
         self.file.lines += len(lines)
         if rows:
             self.columns = Columns.joined([self.columns, Columns.of_rows(rows)])
         return bool(rows)
 
-    def _rows(self, lines: list[str]) -> list[textlogs.Row]:
-        return list(textlogs.json_rows(lines, self.path, self.file.lines + 1))
-
-    def _rows_before_damage(self, lines: list[str]) -> list[textlogs.Row]:
-        rows = []
-        try:
-            for row in textlogs.json_rows(lines, self.path, self.file.lines + 1):
-                rows.append(row)
-        except Fault:
-            pass
-        return rows
+    def _rows(self, lines: list[str]) -> Iterator[textlogs.Row]:
+        return textlogs.json_rows(lines, self.path, self.file.lines + 1)
 
     def sessions(self) -> list[Session]:
         return split(str(self.path.name), self.columns, (), self.number)
@@ -94,8 +81,8 @@ class JsonLinesSource:
 class ConsoleSource(JsonLinesSource):
     """One log of verl's console output."""
 
-    def _rows(self, lines: list[str]) -> list[textlogs.Row]:
-        return list(textlogs.console_rows(lines))
+    def _rows(self, lines: list[str]) -> Iterator[textlogs.Row]:
+        return textlogs.console_rows(lines)
 
 
 class TableSource:
@@ -110,17 +97,11 @@ class TableSource:
         seen = (status.st_size, status.st_mtime_ns)
         if seen == self._seen:
             return False
-        rows: list[textlogs.Row] = []
-        try:
-            for row in self._read():
-                rows.append(row)
-            self.broken = ""
-        except Fault as fault:
-            self.broken = str(fault)
+        rows, self.broken = _rows_before_damage(self._read())
         self.columns, self._seen = Columns.of_rows(rows), seen
         return True
 
-    def _read(self):
+    def _read(self) -> Iterator[textlogs.Row]:
         if self.path.suffix == ".json":
             return textlogs.trainer_state_rows(self.path.read_text(errors="replace"), self.path)
         return tables.rows(self.path)
@@ -158,6 +139,17 @@ def open_file(path: Path, number: int | None = None) -> Source:
     if b"\0" not in head:
         return ConsoleSource(path, number)
     raise Fault(f"{path} is none of: event file (*tfevents*), .jsonl, .json, .csv, .csv.gz, console log")
+
+
+def _rows_before_damage(rows: Iterator[textlogs.Row]) -> tuple[list[textlogs.Row], str]:
+    """The rows up to where their parser raised a Fault, and what it said; empty when it did not."""
+    read: list[textlogs.Row] = []
+    try:
+        for row in rows:
+            read.append(row)
+    except Fault as fault:
+        return read, str(fault)
+    return read, ""
 
 
 def _unfinished(path: Path, count: int) -> list[str]:
