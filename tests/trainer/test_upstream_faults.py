@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
+import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ pytest.importorskip("verl")
 import torch  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
-from trainer_assets import make_assets, recipe_tree  # noqa: E402
+from trainer_assets import make_assets, recipe_tree, untrained_model  # noqa: E402
 from verl import DataProto  # noqa: E402
 
 from atlasrl.errors import Fault  # noqa: E402
@@ -27,7 +29,6 @@ from atlasrl.rundir import RunDir  # noqa: E402
 from atlasrl.trainer.overrides import verl_overrides  # noqa: E402
 from atlasrl.trainer.scoring import Scorer, plain_columns  # noqa: E402
 
-PYLIB = Path(__file__).parents[2] / "pylib"
 LENGTHS = [1, 3, 4, 6]
 """Answer lengths; the limit is 6 and the buffer 3, so that 0, 0, 1/3 and 3/3 of the penalty 0.5 are due."""
 PENALTIES = [0.0, 0.0, -0.5 / 3, -0.5]
@@ -167,34 +168,61 @@ def test_our_dump_keeps_both_and_every_row_is_true_to_its_own_output(config, tok
     assert [row["overlong"] for row in rows] == [length > 3 for length in LENGTHS]
 
 
-# -- loggers: in a process of their own, since fixes are applied once per process -------------------
-
-LOGGERS = """
-import json, os, sys
-import numpy as np
-from verl.utils.tracking import Tracking
-logger = Tracking("p", "e", ["tensorboard", "file"])
-for step in range(int(sys.argv[1]), int(sys.argv[2])):
-    data = {"a/b": np.float64(step)}
-    if len(sys.argv) > 3:
-        data["a/c"] = np.float32(step)
-    logger.log(data, step)
-os.kill(os.getpid(), 9)
-"""
+# -- fixes are applied once per process, so each case runs in a fork of this one -------------------
 
 
-def log_and_die(folder: Path, first: int, last: int, *flags: str, without: str = "") -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(PYLIB),
-        "VERL_USE_EXTERNAL_MODULES": "atlasrl.trainer.plugin,atlasrl.trainer.fsdp2_plugin",
-        "ATLASRL_WITHOUT_FIX": without,
-        "ATLASRL_FIRST_STEP": str(first),
-        "TENSORBOARD_DIR": str(folder / "tb"),
-        "VERL_FILE_LOGGER_PATH": str(folder / f"metrics-{first}.jsonl"),
-    }
-    command = [sys.executable, "-c", LOGGERS, str(first), str(last), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120).stderr
+def forked(folder: Path, cases, seconds: float = 120) -> list[tuple[int, str]]:
+    """Run each function of `cases` in a child process; returns (wait status, what it printed) of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    children = {}
+    for number, case in enumerate(cases):
+        output = folder / f"output-{number}"
+        if (pid := os.fork()) == 0:
+            with output.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            try:
+                case()
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        children[pid] = output
+    results = []
+    deadline = time.monotonic() + seconds
+    for pid, output in children.items():
+        while (waited := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                waited = os.waitpid(pid, 0)
+                break
+            time.sleep(0.02)
+        results.append((waited[1], output.read_text()))
+    return results
+
+
+def log_and_die(folder: Path, first: int, last: int, *, numpy: bool = False, without: str = "") -> str:
+    """Log the steps first … last-1 as verl's fit does, then die of kill -9."""
+
+    def case():
+        os.environ.update(
+            ATLASRL_WITHOUT_FIX=without,
+            ATLASRL_FIRST_STEP=str(first),
+            TENSORBOARD_DIR=str(folder / "tb"),
+            VERL_FILE_LOGGER_PATH=str(folder / f"metrics-{first}.jsonl"),
+        )
+        from verl.utils.tracking import Tracking
+
+        import atlasrl.trainer.plugin  # noqa: F401
+
+        logger = Tracking("p", "e", ["tensorboard", "file"])
+        for step in range(first, last):
+            data = {"a/b": np.float64(step)}
+            logger.log({**data, "a/c": np.float32(step)} if numpy else data, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return forked(folder, [case])[0][1]
 
 
 def curve(folder: Path) -> list[int]:
@@ -206,7 +234,7 @@ def curve(folder: Path) -> list[int]:
 
 def test_a_killed_trainer_loses_no_logged_step_and_repeats_none(tmp_path):
     """Steps 1..4 are logged, the checkpoint is that of step 2: the resumed attempt logs 3 and 4 again."""
-    log_and_die(tmp_path, 1, 5, "numpy")
+    log_and_die(tmp_path, 1, 5, numpy=True)
     assert curve(tmp_path) == [1, 2, 3, 4]
     log_and_die(tmp_path, 3, 6)
     assert curve(tmp_path) == [1, 2, 3, 4, 5]
@@ -224,63 +252,48 @@ def test_without_the_fixes_steps_are_lost_or_repeated(tmp_path):
 
 
 def test_without_the_fix_a_numpy_scalar_ends_the_run(tmp_path):
-    assert "float32 is not JSON serializable" in log_and_die(tmp_path, 1, 3, "numpy", without="file-logger")
+    assert "float32 is not JSON serializable" in log_and_die(tmp_path, 1, 3, numpy=True, without="file-logger")
 
 
-# -- FSDP2 and experts without tokens ---------------------------------------------------------------
+def expert_gradients(folder: Path, rank: int, *, fixed: bool) -> None:
+    """Gradients of two FSDP2 workers with different rows against one process with all rows; prints the worst gap."""
+    if fixed:
+        import atlasrl.trainer.plugin  # noqa: F401
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-EXPERTS = """
-import os, sys
-import torch, torch.distributed as dist
-sys.path.insert(0, os.environ["TESTS"])
-if os.environ["PLUGIN"] == "1":
-    import atlasrl.trainer.plugin
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from trainer_assets import untrained_model
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-tokens = torch.arange(4, 16).view(4, 3)                     # row r*2 and r*2+1 belong to worker r
-def loss_of(model, rows):
-    return model(input_ids=rows, use_cache=False).logits.log_softmax(-1)[..., 5].sum()
-reference = untrained_model(experts=16)
-loss_of(reference, tokens).backward()
-model = untrained_model(experts=16)
-mesh = init_device_mesh("cpu", (2,))
-for layer in model.model.layers:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
-loss_of(model, tokens[2 * rank : 2 * rank + 2]).backward()
-worst = 0.0
-for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
-    full = ours.grad.full_tensor() * 2                      # FSDP averages over the workers
-    expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
-    worst = max(worst, float((full - expected).abs().max()))
-print(f"worst {worst:.2e}", flush=True)
-"""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    tokens = torch.arange(4, 16).view(4, 3)  # rows 2r and 2r+1 belong to worker r
+
+    def backward(model, rows):
+        model(input_ids=rows, use_cache=False).logits.log_softmax(-1)[..., 5].sum().backward()
+
+    reference = untrained_model(experts=16)
+    backward(reference, tokens)
+    model = untrained_model(experts=16)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    backward(model, tokens[2 * rank : 2 * rank + 2])
+    worst = 0.0
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        whole = ours.grad.full_tensor() * 2  # FSDP averages over the workers
+        expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
+        worst = max(worst, float((whole - expected).abs().max()))
+    print(f"worst {worst}", flush=True)
 
 
-def gradients(tmp_path, *, plugin: bool) -> subprocess.CompletedProcess:
-    file = tmp_path / "experts.py"
-    file.write_text(EXPERTS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(PYLIB),
-        "TESTS": str(Path(__file__).parent),
-        "PLUGIN": str(int(plugin)),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+def both_workers(folder: Path, *, fixed: bool) -> list[tuple[int, str]]:
+    folder.mkdir()
+    return forked(folder, [lambda rank=rank: expert_gradients(folder, rank, fixed=fixed) for rank in range(2)], 60)
 
 
 def test_gradients_of_two_workers_are_exact_although_their_experts_differ(tmp_path):
-    done = gradients(tmp_path, plugin=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    worst = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("worst")]
-    assert len(worst) == 2
-    assert max(worst) < 1e-4
+    for status, output in both_workers(tmp_path / "fixed", fixed=True):
+        assert status == 0, output
+        assert float(output.split()[-1]) < 1e-4
 
 
 def test_without_the_fix_idle_experts_break_the_collective(tmp_path):
-    assert gradients(tmp_path, plugin=False).returncode != 0
+    assert any(status != 0 for status, _ in both_workers(tmp_path / "broken", fixed=False))

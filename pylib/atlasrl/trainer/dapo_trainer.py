@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 
 import numpy as np
 import torch
@@ -36,6 +35,8 @@ class DapoTrainer(RayPPOTrainer):
         self.global_steps = self.saved_step = 0
         self.step_record: dict = {}
         self.step_metrics: dict[str, float] = {}
+        self.step_timing: dict[str, float] = {}
+        self.extra_names: list[str] = []
         super().__init__(**verl_arguments)
 
     # -- what verl calls ----------------------------------------------------------------------------
@@ -132,10 +133,11 @@ class DapoTrainer(RayPPOTrainer):
         answers.batch["rm_scores"] = scored["reward_tensor"]
         extras = {name: np.array(values) for name, values in scored["reward_extra_info"].items()}
         answers.non_tensor_batch.update(extras)
-        self._extra_names = list(extras)
-        self._timing = self._timing if generation > 1 else defaultdict(float)
+        self.extra_names = list(extras)
+        if generation == 1:
+            self.step_timing = {}
         for name, seconds in timing.items():
-            self._timing[name] += seconds
+            self.step_timing[name] = self.step_timing.get(name, 0.0) + seconds
         return Groups(prompts, answers)
 
     def _outcomes(self, groups: Groups) -> np.ndarray:
@@ -149,8 +151,8 @@ class DapoTrainer(RayPPOTrainer):
         kept = len(prompts) - found.filled
         answers.non_tensor_batch["filled"] = np.repeat(np.arange(len(prompts)) >= kept, self.sampling.samples)
         # `fit` adds its own measurement of "gen" and "step" to these.
-        answers.meta_info["timing"] = {**self._timing, "gen": found.seconds, "step": found.seconds}
-        answers.meta_info["reward_extra_keys"] = self._extra_names
+        answers.meta_info["timing"] = {**self.step_timing, "gen": found.seconds, "step": found.seconds}
+        answers.meta_info["reward_extra_keys"] = self.extra_names
         self.async_rollout_manager.stored = answers
         weights = getattr(self.async_rollout_manager.manager, "weights", None)
         self.step_record = records.samples_record(self.global_steps, [p.id for p in prompts], answers, weights)
