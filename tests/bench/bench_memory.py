@@ -5,7 +5,7 @@
 1. Search of all splits of DeepSeek-V3 on 32 x 8 devices: < 2 s of CPU.
 2. A generated `operator_memory.csv` and `memory_record.csv`, together --gigabytes: >= 200 MB/s, and no more than 600 MB
    of resident memory however long they are; the planted peak, HCCL share and leak come out.
-3. The trainer itself, two FSDP2 workers on the CPU with the memory probe: bytes of weights, gradients, optimizer and
+3. The trainer itself on the CPU with the memory probe, the tiny recipe's shape and two workers with more words: bytes of weights, gradients, optimizer and
    logits exactly as predicted, resident growth of every phase within 15 %.
 Exit code 1 if a target is missed.
 """
@@ -19,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "pylib"), str(ROOT / "tests" / "memory"), str(ROOT / "tests" / "trainer")]
+SOURCES = ("pylib", "tests/memory", "tests/trainer", "jobs/inputs/tiny")
+sys.path[:0] = [str(ROOT / source) for source in SOURCES]
 
 TARGET_SEARCH, TARGET_RATE, TARGET_RESIDENT, TARGET_GROWTH = 2.0, 200e6, 600e6, 0.15
 MB = 2**20
@@ -95,66 +97,70 @@ def bench_profile(folder: Path, size: int) -> dict:
 
 # --- a real run -------------------------------------------------------------------------------------------------------
 
-MODEL = {
-    "vocab_size": 16384,
-    "hidden_size": 128,
-    "intermediate_size": 320,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "kv_lora_rank": 128,
-    "q_lora_rank": 64,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 256,
-    "rope_scaling": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is measured: what is changed of the tiny model, workers, answer length, rows of a micro-batch."""
+
+    changes: dict
+    world: int
+    answer_tokens: int
+    rows: int
+    prompts: int
+    samples: int
+
+
+CASES = {
+    "tiny": Case({}, world=1, answer_tokens=12, rows=64, prompts=16, samples=8),  # jobs/recipes/tiny.yaml
+    # Two workers, and logits that stand out of everything else.
+    "vocabulary": Case({"vocab_size": 16384}, world=2, answer_tokens=48, rows=4, prompts=8, samples=4),
 }
+PUBLISHED_ONLY = {"quantization_config", "architectures", "model_type", "torch_dtype"}  # of the FP8 checkpoint
 
 
-def make_run(folder: Path, world: int, steps: int):
-    """A run of the tiny recipe's shape, but with a vocabulary whose tensors stand out of a process of 400 MB."""
+def model_config(case: Case) -> dict:
+    from base_model import CONFIG
+
+    plain = {key: value for key, value in CONFIG.items() if key not in PUBLISHED_ONLY}
+    return plain | {"num_nextn_predict_layers": 0} | case.changes
+
+
+def make_run(folder: Path, case: Case, steps: int):
     import trainer_assets
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    trainer_assets.untrained_model = lambda _experts: DeepseekV3ForCausalLM(DeepseekV3Config(**MODEL))
+    trainer_assets.untrained_model = lambda _experts: DeepseekV3ForCausalLM(DeepseekV3Config(**model_config(case)))
     assets = trainer_assets.make_assets(folder / "assets")
     tree = trainer_assets.recipe_tree(
         assets,
-        devices_per_node=world,
+        devices_per_node=case.world,
         steps=steps,
         data__max_prompt_tokens=16,
-        data__max_response_tokens=48,
-        rollout__samples=4,
-        dapo__train_batch_size=8,
-        dapo__mini_batch_size=8,
-        dapo__micro_batch_size=4,
+        data__max_response_tokens=case.answer_tokens,
+        rollout__samples=case.samples,
+        dapo__train_batch_size=case.prompts,
+        dapo__mini_batch_size=case.prompts,
+        dapo__micro_batch_size=case.rows,
         dapo__dynamic_sampling=False,
         checkpoint__save_every=100,
     )
     return trainer_assets.write_plan(folder / "run", tree, assets)
 
 
-def bench_run(folder: Path, world: int = 2, steps: int = 3) -> dict:
+def bench_runs(folder: Path) -> dict:
+    results = {name: bench_run(folder / name, case) for name, case in CASES.items()}
+    return results | {"ok": all(result["ok"] for result in results.values())}
+
+
+def bench_run(folder: Path, case: Case, steps: int = 3) -> dict:
     from measured import ALLOCATOR, exact, growth, predicted
 
     from atlasrl import recipe as recipes
     from atlasrl.memory import architecture, sharded
 
-    run = make_run(folder, world, steps)
+    world = case.world
+    folder.mkdir()
+    run = make_run(folder, case, steps)
     probe = folder / "probe"
     probe.mkdir()
     extra = ALLOCATOR | {
@@ -206,7 +212,7 @@ def main() -> int:
     benches = {
         "search": lambda folder: bench_search(),
         "profile": lambda folder: bench_profile(folder, int(options.gigabytes * 1e9)),
-        "run": bench_run,
+        "run": bench_runs,
     }
     results = {}
     for name, bench in benches.items():

@@ -162,11 +162,18 @@ def live_floats(a: Architecture, dense: bool) -> int:
 
 
 def score_growth(a: Architecture, b: Batch) -> Growth:
-    """Forward without a graph: the largest layer, or afterwards logits, softmax and one more of its size (entropy)."""
+    """Forward without a graph: the largest layer, or afterwards logits, softmax and one more of its size (entropy).
+
+    While a layer is gathered, FSDP2 holds it three times: the flat result of the all-gather, the weights copied out of
+    it, and the layer before, which is freed when the next one has arrived.
+    """
     row = FLOAT * b.scored_rows * a.vocabulary
     entropy = {"logits": row * b.tokens, "softmax": row * b.response, "logsumexp": row * b.response}
     floats = max(live_floats(a, dense) for dense in {a.is_dense(i) for i in range(a.layers)})
-    layer = {"one layer": FLOAT * b.scored_rows * b.tokens * floats}
+    layer = {
+        "one layer": FLOAT * b.scored_rows * b.tokens * floats,
+        "gathered layers": 3 * FLOAT * unit_elements(a)["layer"],
+    }
     return Growth(max(entropy, layer, key=lambda terms: sum(terms.values())) | gathered_root(a))
 
 
