@@ -5,8 +5,8 @@
 1. Search of all splits of DeepSeek-V3 on 32 x 8 devices: < 2 s of CPU.
 2. A generated `operator_memory.csv` and `memory_record.csv`, together --gigabytes: >= 200 MB/s, and no more than 600 MB
    of resident memory however long they are; the planted peak, HCCL share and leak come out.
-3. The trainer itself on the CPU with the memory probe, the tiny recipe's shape and two workers with more words: bytes of weights, gradients, optimizer and
-   logits exactly as predicted, resident growth of every phase within 15 %.
+3. The trainer itself on the CPU with the memory probe, in the tiny recipe's shape and with two workers and more words:
+   bytes of weights, gradients, optimizer and logits exactly as predicted, resident growth of every phase within 15 %.
 Exit code 1 if a target is missed.
 """
 
