@@ -26,6 +26,7 @@ BITS = {
 MAX_HEADER = 100_000_000
 """The reference reader refuses longer headers (safetensors `tensor.rs`, MAX_HEADER_SIZE)."""
 
+_OVERFLOW = 1 << 64
 _SURROGATE = re.compile(rb"\\u[dD][89a-bA-B]")
 """JSON can spell half a character, which no file or terminal can hold; only then is a second look needed."""
 
@@ -101,14 +102,15 @@ def parse_json(text: bytes, where: str) -> tuple[object, list[str]]:
 
 
 def element_count(shape: tuple[int, ...]) -> int:
-    """Product of a shape; 1 for a scalar, 0 for an empty tensor."""
+    """Product of a shape: 1 for a scalar, 0 for an empty tensor, 2^64 for everything that overflows 64 bits.
+
+    The reference reader multiplies from the left and refuses an overflow, even when a zero follows.
+    """
     count = 1
     for length in shape:
         count *= length
-        if count == 0:
-            return 0
-        if count > 1 << 62:
-            return 1 << 62
+        if count >= _OVERFLOW:
+            return _OVERFLOW
     return count
 
 
@@ -123,9 +125,13 @@ def _tensor(name: str, entry: object) -> Tensor:
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+    if not isinstance(shape, list) or not all(type(length) is int and 0 <= length < _OVERFLOW for length in shape):
         raise ValueError(f"tensor {name!r} has a shape that is no list of sizes: {str(shape)[:60]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(o) is int and o >= 0 for o in offsets):
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(type(o) is int and 0 <= o < _OVERFLOW for o in offsets)
+    ):
         raise ValueError(f"tensor {name!r} has data_offsets that are no pair of sizes: {str(offsets)[:60]}")
     tensor = Tensor(name, dtype, tuple(shape), offsets[0], offsets[1])
     wanted = expected_bytes(dtype, tensor.shape)
