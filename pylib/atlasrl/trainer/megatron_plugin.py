@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from atlasrl.trainer import megatron_patches, patches
+from atlasrl.trainer import alarms, megatron_patches, patches
 
-patches.apply(*megatron_patches.PATCHES)
+patches.apply(*megatron_patches.PATCHES, *alarms.PATCHES)

@@ -58,7 +58,7 @@ def judge(name: str, records: list[dict], reference: list) -> Verdict:
         for record in records:
             recorded = record["steps"][number]
             where = f"rank {record['rank']}, optimizer step {number + 1}"
-            if abs(recorded["grad_norm"] - expected.grad_norm) > NORM_TOLERANCE * expected.grad_norm:
+            if not abs(recorded["grad_norm"] - expected.grad_norm) <= NORM_TOLERANCE * expected.grad_norm:
                 problems.append(
                     f"{where}: gradient norm {recorded['grad_norm']:.6f}, the reference says {expected.grad_norm:.6f}"
                 )
@@ -73,10 +73,10 @@ def judge(name: str, records: list[dict], reference: list) -> Verdict:
                 for row in _rows(number + 1, kind, record["rank"], found, wanted, scale):
                     compared += 1
                     key = (row.step, row.kind, row.name)
-                    if key not in rows or row.relative > rows[key].relative:
+                    if key not in rows or not row.relative <= rows[key].relative:  # not a number counts as worse
                         rows[key] = row
         before = expected.parameters
-    ordered = sorted(rows.values(), key=lambda row: (row.ok, -row.relative / _tolerance(row.kind)))
+    ordered = sorted(rows.values(), key=_distance, reverse=True)
     return Verdict(
         name=name,
         ok=all(row.ok for row in ordered) and not problems,
@@ -96,7 +96,11 @@ def _rows(step: int, kind: str, rank: int, found: dict, wanted: dict, scale: dic
         difference = found[name].double().reshape(wanted[name].shape) - wanted[name].double()
         size = max(scale[name].double().norm().item(), NEGLIGIBLE * whole)
         relative = difference.norm().item() / size
-        yield Row(step, kind, name, rank, relative, difference.abs().max().item(), not relative > _tolerance(kind))
+        yield Row(step, kind, name, rank, relative, difference.abs().max().item(), relative <= _tolerance(kind))
+
+
+def _distance(row: Row) -> float:
+    return float("inf") if row.relative != row.relative else row.relative / _tolerance(row.kind)
 
 
 def _tolerance(kind: str) -> float:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atlasrl.errors import Fault
-from atlasrl.trainer import selftest_batch, selftest_model
+from atlasrl.trainer import alarms, selftest_batch, selftest_model
 from atlasrl.trainer.patches import WITHOUT
 from atlasrl.trainer.selftest import ROUTER_BIAS, SHAPE, Trial, compose, partition, recipe_of, rules_of
 from atlasrl.trainer.selftest_compare import Verdict, judge
@@ -132,7 +132,9 @@ class Workbench:
         self._stop_workers()
         actor = RayClassWithInitArgs(cls=ray.remote(_worker_class(trial.backend)), config=config, role="actor")
         pool = RayResourcePool([trial.layout.workers], use_gpu=True, max_colocate_count=1)
-        environment = {WITHOUT: ",".join(trial.without), PLUGINS: ",".join(plugins(recipe_of(trial, self.model)))}
+        # a negative control must show its wrong numbers, so the alarms that would end it first are off too
+        switched_off = [*trial.without, *alarms.PATCHES] if trial.without else []
+        environment = {WITHOUT: ",".join(switched_off), PLUGINS: ",".join(plugins(recipe_of(trial, self.model)))}
         process = create_colocated_worker_cls({"actor": actor})  # as verl's trainer does, also for a single role
         group = RayWorkerGroup(pool, process, device_name="npu", worker_env=environment)
         self._group = group.spawn(prefix_set={"actor"})["actor"]
