@@ -5,8 +5,10 @@ No scheduler is asked here; a run is alive when somebody holds its owner lock.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,6 +114,23 @@ def _read_metrics(progress: Progress, run: RunDir) -> None:
     progress.step_seconds = statistics.median(seconds[-10:]) if seconds else None
 
 
+def of_all(runs: list[RunDir]) -> list[Progress]:
+    """The progress of several runs; one that cannot be read is shown as damaged and does not hide the others."""
+    states = []
+    for run in runs:
+        try:
+            states.append(of(run))
+        except Fault as fault:
+            states.append(Progress(run.name, "damaged", message=str(fault)))
+    return states
+
+
+def _readable_events(run: RunDir) -> Iterator[dict]:
+    """The journal up to its first damaged line."""
+    with contextlib.suppress(Fault):
+        yield from read_json_lines(run.journal)
+
+
 def runs(folder: Path) -> list[RunDir]:
     """All runs below a folder, by name."""
     return [RunDir(plan.parent) for plan in sorted(folder.glob("*/plan.json"))]
@@ -131,7 +150,7 @@ def find(name: str, folder: Path) -> RunDir:
     wanted = name.partition("_")[0]
     newest: tuple[float, RunDir] | None = None
     for run in runs(folder):
-        for event in run.events():
+        for event in _readable_events(run):
             if str(event.get("job")) in (name, wanted) and (newest is None or event["time"] > newest[0]):
                 newest = (event["time"], run)
     if newest:

@@ -118,7 +118,7 @@ def recipe_tree(cluster: Cluster, **changes) -> dict:
     folder = cluster.shared / "assets"
     names = ("model", "train.parquet", "val.parquet", "reward.py")
     made = {n: folder / n for n in names} if folder.exists() else assets.make_assets(folder, prompts=64)
-    return assets.recipe_tree(made, **changes)
+    return assets.recipe_tree(made, **{"dapo__train_batch_size": 8, "dapo__mini_batch_size": 8} | changes)
 
 
 def site_file(cluster: Cluster, name: str, light: bool, changes: dict) -> Path:

@@ -20,8 +20,8 @@ def main(names, as_json, folder):
     from atlasrl.status import table, tree
 
     runs = runs_folder(folder)
-    chosen = [progress.find(name, runs) for name in names] or progress.runs(runs)
-    states = [progress.of(run) for run in chosen]
+    chosen = [progress.of(progress.find(name, runs)) for name in names]
+    states = chosen or progress.of_all(progress.runs(runs))
     if as_json:
         click.echo(json.dumps([tree(state) for state in states], indent=1))
     elif states:

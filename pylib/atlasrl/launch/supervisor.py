@@ -1,11 +1,8 @@
 """One supervisor per node, for the whole life of a job. Imports neither Ray nor torch, and outlives what it starts.
 
-    rank 0      opens an attempt, lets all nodes check in, starts it everywhere, watches the end of the allocation,
-                and when the attempt has ended decides: done, restart here, requeue, or stop and say why
-    the others  answer, start their node process when told, report its end, wait for the next word
-
-They speak through small files in <run>/jobs/<job>.<restarts>-<token>/; job ids come back, so the token of the
-submission is part of the name. `order.json` is rank 0's last word, `task<k>.json` that of rank k.
+rank 0      opens an attempt, lets all nodes check in, starts it everywhere, watches the end of the allocation,
+            and when the attempt has ended decides: done, restart here, requeue, or stop and say why
+the others  answer, start their node process when told, report its end, wait for the next word
 """
 
 from __future__ import annotations
@@ -25,16 +22,15 @@ from atlasrl import checkpoints, outcome, processes
 from atlasrl import plan as plans
 from atlasrl.errors import Fault
 from atlasrl.launch import allocation, checkin, submission
+from atlasrl.launch.meeting import POLL_SECONDS, Meeting, read
 from atlasrl.outcome import Facts, Outcome
 from atlasrl.rundir import AttemptDir, RunDir, read_json_lines, write_atomically
 from atlasrl.site import Life
 
-POLL_SECONDS = 0.2
 REPORT_SECONDS = 60  # from the end of rank 0's node process to those of the others: they end their Ray first
 LAST_CALL_SECONDS = 60  # before the allocation's end: an unfinished save is given up, while a requeue is possible
+LOOK_SECONDS = 5  # between looks at the clock of the allocation
 BALLAST_BYTES = 2**20
-LOOK_SECONDS = 5  # between looks at the clock of the allocation, and between rank 0's signs of life
-LEAD_LOST_SECONDS = 120  # without a sign of life of rank 0 the others leave; Slurm would end them, bare hosts would not
 STATES = {"done": "done", "stopped": "stopped", "data exhausted": "exhausted"}
 
 
@@ -58,12 +54,10 @@ class Supervisor:
     def __init__(self, run: RunDir, token: str, here: Allocation):
         self.run, self.here = run, here
         self.plan = plans.load(run)
-        self.folder = run.path / "jobs" / f"{here.incarnation}-{token}"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.meeting = Meeting(run.path / "jobs" / f"{here.incarnation}-{token}", here.names, here.rank)
         self.node: subprocess.Popen | None = None
         self.signals: list[int] = []
         self.next_look = 0.0
-        self.sign, self.sign_seen = None, time.monotonic()
 
     def supervise(self, first_attempt: int) -> int:
         """Live through the job; returns the exit code of the task."""
@@ -76,9 +70,8 @@ class Supervisor:
             processes.end_descendants(patience=2)
 
     @property
-    def ballast(self) -> Path:
-        """Room on the run's disk that is given up when the disk is full, so that the end can be written down."""
-        return self.folder / "ballast"
+    def is_told_to_end(self) -> bool:
+        return bool({signal.SIGTERM, signal.SIGINT} & set(self.signals))
 
     # --- rank 0 ---
 
@@ -91,16 +84,24 @@ class Supervisor:
             if found.action != "restart":
                 break
             attempt = self.next_attempt()
-        self.order(do="leave")
+        self.meeting.order(do="leave")
         if found.action == "requeue":
             self.requeue(attempt)
             return 0
         return 0 if found.action in ("done", "leave") or found.kind == "stopped" else 1
 
+    @property
+    def ballast(self) -> Path:
+        """Room on the run's disk that is given up when the disk is full, so that the end can be written down."""
+        return self.meeting.folder / "ballast"
+
+    def newest_checkpoint(self) -> str | None:
+        newest = next(iter(checkpoints.complete(self.run)), None)
+        return str(newest.path) if newest else None
+
     def next_attempt(self) -> AttemptDir:
         """A new attempt in this allocation, from the newest complete checkpoint."""
-        newest = next(iter(checkpoints.complete(self.run)), None)
-        return submission.open_attempt(self.plan, str(newest.path) if newest else None, job=self.here.job)
+        return submission.open_attempt(self.plan, self.newest_checkpoint(), job=self.here.job)
 
     def close_earlier_attempts(self, current: AttemptDir) -> None:
         """Write down how attempts ended that could not do so themselves: their head lost its power, or was killed."""
@@ -113,18 +114,17 @@ class Supervisor:
         """Check in, run, and classify one attempt."""
         number, names = attempt.number, self.here.names
         self.run.record("allocated", attempt=number, job=self.here.job, incarnation=self.here.incarnation, nodes=names)
-        lost: list[str] = []
         try:
             first_port = self.check_in(attempt)
         except Fault as fault:
             code, message = fault.exit_code, str(fault)
-            lost = self.silent("answered", number)
+            lost = self.meeting.silent(("answered",), number)
             stage_exit = None if lost or self.signals else outcome.FAULT
         else:
-            self.order(do="run", attempt=number, ports=first_port)
+            self.meeting.order(do="run", attempt=number, ports=first_port)
             code, message = self.run_node(attempt, first_port)
-            self.await_all("ended", number, REPORT_SECONDS)
-            lost = self.silent("ended", number)
+            self.await_all(("ended",), number, REPORT_SECONDS)
+            lost = self.meeting.silent(("ended",), number)
             stage_exit = self.failed_stage(number)
         if shutil.disk_usage(self.run.path).free < BALLAST_BYTES:
             self.ballast.unlink(missing_ok=True)
@@ -152,29 +152,36 @@ class Supervisor:
         Raises:
             Fault: nodes that did not answer in time, or everything that is wrong on any of them.
         """
-        started, limits = time.monotonic(), self.plan.site.ray
-        deadline = limits.deadline + limits.deadline_per_node * (len(self.here.names) - 1)
-        self.order(do="answer", attempt=attempt.number)
-        self.report("answered", attempt.number, answer=checkin.answer(self.plan, self.name()))
-        self.await_all("answered", attempt.number, deadline)
-        if silent := self.silent("answered", attempt.number):
-            there = len(self.here.names) - len(silent)
+        meeting, number = self.meeting, attempt.number
+        started, limits, nodes = time.monotonic(), self.plan.site.ray, len(self.here.names)
+        deadline = limits.deadline + limits.deadline_per_node * (nodes - 1)
+        meeting.order(do="answer", attempt=number)
+        meeting.report("answered", number, answer=checkin.answer(self.plan, meeting.name))
+        self.await_all(("answered",), number, deadline)
+        if silent := meeting.silent(("answered",), number):
             raise Fault(
-                f"{there}/{len(self.here.names)} nodes answered within {deadline:.0f} s; missing: {', '.join(silent)}; "
-                f"look at {self.run.path / 'slurm'} and at their slurmd"
+                f"{nodes - len(silent)}/{nodes} nodes answered within {deadline:.0f} s; missing: {', '.join(silent)}; "
+                f"look at {self.run.path / self.plan.site.kind} and at their slurmd"
             )
-        answers = [self.heard_of(rank)["answer"] for rank in range(len(self.here.names))]
+        answers = [meeting.heard_of(rank)["answer"] for rank in range(nodes)]
         if found := checkin.problems(answers):
             raise Fault("; ".join(found))
-        chosen = checkin.agree_on_ports(plans.port_seed(self.plan, attempt.number), answers)
+        chosen = checkin.agree_on_ports(plans.port_seed(self.plan, number), answers)
         self.run.record(
             "checked_in",
-            attempt=attempt.number,
+            attempt=number,
             seconds=round(time.monotonic() - started, 2),
             addresses={each["node"]: each["address"] for each in answers},
             ports=chosen.as_dict(),
         )
         return chosen.first
+
+    def await_all(self, states: tuple[str, ...], attempt: int, deadline: float) -> None:
+        """Wait until no node is silent, the deadline has passed, or the scheduler ends the job."""
+        limit = time.monotonic() + deadline
+        while self.meeting.silent(states, attempt) and time.monotonic() < limit and not self.is_told_to_end:
+            self.meeting.give_sign()
+            time.sleep(POLL_SECONDS)
 
     def settle(self, attempt: AttemptDir, found: Outcome, code: int) -> None:
         """Write down how an attempt ended and what follows."""
@@ -182,19 +189,54 @@ class Supervisor:
         fields = {"attempt": attempt.number, "kind": found.kind, "action": found.action, "message": found.reason}
         self.run.record("decided", **fields)
         write_atomically(attempt.outcome, json.dumps({"state": state, "exit": code, **fields}) + "\n")
-        print(
-            f"{time.strftime('%H:%M:%S')} attempt {attempt.number}: {found.kind}: {found.reason} -> {found.action}",
-            flush=True,
-        )
+        words = f"attempt {attempt.number}: {found.kind}: {found.reason} -> {found.action}"
+        print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
 
     def requeue(self, attempt: AttemptDir) -> None:
-        """Queue the job again; where Slurm would not, submit a new one."""
+        """Queue the job again; where nobody does, submit a new one."""
         try:
             self.here.requeue()
         except Fault as fault:
             self.run.record("requeue_refused", attempt=attempt.number, job=self.here.job, message=str(fault))
-            newest = next(iter(checkpoints.complete(self.run)), None)
-            submission.submit(self.plan, str(newest.path) if newest else None, by="the job itself")
+            submission.submit(self.plan, self.newest_checkpoint(), by="the job itself")
+
+    def asked(self, attempt: AttemptDir) -> str | None:
+        """Who asked the attempt to end."""
+        request = read(attempt.stop_request)
+        if request is not None and "by" not in request:
+            return "person"
+        if self.is_told_to_end:
+            return "signal"
+        return request["by"] if request else None
+
+    def failed_stage(self, attempt: int) -> int | None:
+        """Exit code of the last stage of an attempt that failed by itself, on whatever node."""
+        ends = [e for e in self.run.events() if e["event"] == "stage_end" and e["attempt"] == attempt]
+        codes = [event["exit"] for event in ends if isinstance(event["exit"], int) and event["exit"] != 0]
+        return codes[-1] if codes else None
+
+    def mind_the_end(self, attempt: AttemptDir) -> None:
+        """Ask for a checkpoint when the scheduler warns us or the allocation is about to end."""
+        self.meeting.give_sign()
+        if signal.SIGUSR2 in self.signals and not attempt.stop_request.exists():
+            self.ask_to_stop(attempt, "warning", "SIGUSR2 from the scheduler")
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look = time.monotonic() + LOOK_SECONDS
+        if (end := self.here.end()) is None:
+            return
+        left = end - time.time()
+        needed, why = lead_seconds(self.run, self.plan.site.life)
+        if left < needed and not attempt.stop_request.exists():
+            words = f"{left:.0f} s are left of the allocation, {needed:.0f} s are needed to save ({why})"
+            self.ask_to_stop(attempt, "time limit", words)
+        elif left < min(LAST_CALL_SECONDS, needed / 2):
+            self.node.terminate()
+
+    def ask_to_stop(self, attempt: AttemptDir, by: str, why: str) -> None:
+        request = {"save": True, "by": by, "time": round(time.time(), 3)}
+        write_atomically(attempt.stop_request, json.dumps(request) + "\n")
+        self.run.record("asked_to_stop", attempt=attempt.number, by=by, message=why)
 
     # --- every rank ---
 
@@ -202,9 +244,9 @@ class Supervisor:
         """On the other ranks: do what rank 0 says until it says leave."""
         done: dict | None = None
         while True:
-            order = _read(self.folder / "order.json")
+            order = self.meeting.ordered()
             if order is None or order == done:
-                if {signal.SIGTERM, signal.SIGINT} & set(self.signals) or self.lead_is_lost():
+                if self.is_told_to_end or self.meeting.lead_is_lost():
                     return 0
                 time.sleep(POLL_SECONDS)
                 continue
@@ -212,10 +254,10 @@ class Supervisor:
                 return 0
             number = order["attempt"]
             if order["do"] == "answer":
-                self.report("answered", number, answer=checkin.answer(self.plan, self.name()))
+                self.meeting.report("answered", number, answer=checkin.answer(self.plan, self.meeting.name))
             else:
                 code, message = self.run_node(self.run.attempt(number), order["ports"])
-                self.report("ended", number, exit=code, message=message)
+                self.meeting.report("ended", number, exit=code, message=message)
             done = order
 
     def run_node(self, attempt: AttemptDir, first_port: int) -> tuple[int, str]:
@@ -234,7 +276,7 @@ class Supervisor:
         )
         told = False
         while self.node.poll() is None:
-            if not told and ({signal.SIGTERM, signal.SIGINT} & set(self.signals) or (rank and self.lead_is_lost())):
+            if not told and (self.is_told_to_end or (rank and self.meeting.lead_is_lost())):
                 self.node.terminate()
                 told = True
             if rank == 0:
@@ -242,95 +284,17 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.node.wait(POLL_SECONDS)
         processes.end_descendants(patience=2)
-        said = _read(attempt.node(rank)) or {}
+        said = read(attempt.node(rank)) or {}
         code = self.node.returncode
         if said.get("state") in ("ended", "failed"):
             return code, said["message"]
-        words = f"node{rank} ({self.name()}): its process ended with {code}; it was: {said.get('state', 'starting')}"
-        write_atomically(
-            attempt.node(rank), json.dumps({**said, "host": self.name(), "state": "failed", "message": words}) + "\n"
+        words = (
+            f"node{rank} ({self.meeting.name}): its process ended with {code} in state {said.get('state', 'starting')}"
         )
+        said |= {"host": self.meeting.name, "state": "failed", "message": words}
+        with contextlib.suppress(OSError):  # the disk may be full
+            write_atomically(attempt.node(rank), json.dumps(said) + "\n")
         return code, words
-
-    def mind_the_end(self, attempt: AttemptDir) -> None:
-        """Ask for a checkpoint when the scheduler warns us or the allocation is about to end."""
-        if signal.SIGUSR2 in self.signals and not attempt.stop_request.exists():
-            self.ask_to_stop(attempt, "warning", "SIGUSR2 from the scheduler")
-        if time.monotonic() < self.next_look:
-            return
-        self.next_look = time.monotonic() + LOOK_SECONDS
-        self.give_sign()
-        if (end := self.here.end()) is None:
-            return
-        left = end - time.time()
-        needed, why = lead_seconds(self.run, self.plan.site.life)
-        if left < needed and not attempt.stop_request.exists():
-            words = f"{left:.0f} s are left of the allocation, {needed:.0f} s are needed to save ({why})"
-            self.ask_to_stop(attempt, "time limit", words)
-        elif left < min(LAST_CALL_SECONDS, needed / 2):
-            self.node.terminate()
-
-    def ask_to_stop(self, attempt: AttemptDir, by: str, why: str) -> None:
-        write_atomically(
-            attempt.stop_request, json.dumps({"save": True, "by": by, "time": round(time.time(), 3)}) + "\n"
-        )
-        self.run.record("asked_to_stop", attempt=attempt.number, by=by, message=why)
-
-    # --- what was said ---
-
-    def name(self) -> str:
-        return self.here.names[self.here.rank]
-
-    def order(self, **words) -> None:
-        write_atomically(self.folder / "order.json", json.dumps(words) + "\n")
-
-    def report(self, state: str, attempt: int, **words) -> None:
-        words = {"state": state, "attempt": attempt, **words}
-        write_atomically(self.folder / f"task{self.here.rank}.json", json.dumps(words) + "\n")
-
-    def heard_of(self, rank: int) -> dict:
-        return _read(self.folder / f"task{rank}.json") or {"state": "silent", "attempt": None}
-
-    def silent(self, state: str, attempt: int) -> list[str]:
-        """Names of the nodes whose task did not reach a state of an attempt."""
-        heard = {rank: self.heard_of(rank) for rank in range(1, len(self.here.names))}
-        return [
-            self.here.names[rank]
-            for rank, words in heard.items()
-            if words["attempt"] != attempt or (words["state"] != state and words["state"] != "ended")
-        ]
-
-    def await_all(self, state: str, attempt: int, deadline: float) -> None:
-        limit = time.monotonic() + deadline
-        while self.silent(state, attempt) and time.monotonic() < limit and signal.SIGTERM not in self.signals:
-            self.give_sign()
-            time.sleep(POLL_SECONDS)
-
-    def give_sign(self) -> None:
-        """On rank 0: show the others that it lives. Clocks of different hosts are never compared."""
-        write_atomically(self.folder / "sign.json", json.dumps({"sign": time.monotonic_ns()}) + "\n")
-
-    def lead_is_lost(self) -> bool:
-        """On the other ranks: whether rank 0 has been silent for too long."""
-        sign = _read(self.folder / "sign.json")
-        if sign != self.sign:
-            self.sign, self.sign_seen = sign, time.monotonic()
-        return time.monotonic() - self.sign_seen > LEAD_LOST_SECONDS
-
-    def asked(self, attempt: AttemptDir) -> str | None:
-        """Who asked the attempt to end."""
-        request = _read(attempt.stop_request)
-        if request is not None and "by" not in request:
-            return "person"
-        if {signal.SIGTERM, signal.SIGINT} & set(self.signals):
-            return "signal"
-        return request["by"] if request else None
-
-    def failed_stage(self, attempt: int) -> int | None:
-        """Exit code of the last stage of an attempt that failed by itself, on whatever node."""
-        ends = [e for e in self.run.events() if e["event"] == "stage_end" and e["attempt"] == attempt]
-        codes = [event["exit"] for event in ends if isinstance(event["exit"], int) and event["exit"] != 0]
-        return codes[-1] if codes else None
 
 
 def lead_seconds(run: RunDir, life: Life) -> tuple[float, str]:
@@ -338,15 +302,6 @@ def lead_seconds(run: RunDir, life: Life) -> tuple[float, str]:
     steps = [line["data"] for attempt in run.attempts() for line in read_json_lines(attempt.metrics)]
     saves = [event["seconds"] for event in run.events() if event["event"] == "checkpoint"]
     return outcome.seconds_to_save(steps[-20:], saves[-20:], life)
-
-
-def _read(path: Path) -> dict | None:
-    """A small JSON file that another node writes; None while it is not there."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    with contextlib.suppress(OSError):
-        list(path.parent.iterdir())  # an NFS client remembers for a while that a file was absent; this makes it look
-    return None
 
 
 class JobTask:
