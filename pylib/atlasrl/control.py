@@ -126,6 +126,19 @@ def is_alive(attempt: AttemptDir) -> bool:
     return _launcher(job).is_alive(attempt, job)
 
 
+def scheduler_says(run: RunDir) -> str | None:
+    """What the scheduler says of a run's newest job; None where there is none, or none to ask on this machine."""
+    attempts = run.attempts()
+    try:
+        job = json.loads(attempts[-1].job.read_text())
+    except (OSError, ValueError, IndexError):
+        return None
+    launcher = _launcher(job)
+    if not hasattr(launcher, "describe") or shutil.which("squeue") is None:
+        return None
+    return launcher.describe(job)
+
+
 def _launcher(job: dict):
     return importlib.import_module(f"atlasrl.launch.{job['site']}")
 

@@ -41,6 +41,11 @@ class Progress:
     message: str = ""
 
     @property
+    def is_open(self) -> bool:
+        """Whether a job of the run should be somewhere, by the run's own word."""
+        return self.state in ("submitted", "running", "restarting", "requeued", "died")
+
+    @property
     def step(self) -> int:
         return max(self.rewards, default=0)
 

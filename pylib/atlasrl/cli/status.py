@@ -15,13 +15,16 @@ def main(names, as_json, folder):
     """Show the state of all runs, or of NAMES (run names, paths or job ids)."""
     import json
 
-    from atlasrl import progress
+    from atlasrl import control, progress
     from atlasrl.cli import runs_folder
     from atlasrl.status import table, tree
 
     runs = runs_folder(folder)
-    chosen = [progress.of(progress.find(name, runs)) for name in names]
-    states = chosen or progress.of_all(progress.runs(runs))
+    chosen = [progress.find(name, runs) for name in names]
+    states = [progress.of(run) for run in chosen] or progress.of_all(progress.runs(runs))
+    for run, state in zip(chosen or progress.runs(runs), states, strict=True):
+        if state.is_open and (said := control.scheduler_says(run)):
+            state.message = "; ".join(filter(None, (said, state.message)))
     if as_json:
         click.echo(json.dumps([tree(state) for state in states], indent=1))
     elif states:

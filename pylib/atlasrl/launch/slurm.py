@@ -172,6 +172,18 @@ def is_alive(attempt: AttemptDir, job: dict) -> bool:
     return state is not None and state.is_alive
 
 
+def describe(job: dict) -> str:
+    """What Slurm says of a job, for bin/status; also where it does not answer."""
+    try:
+        state = squeue.state_lately(job["id"]) if job.get("id") else None
+    except Fault as fault:
+        return f"Slurm: {fault}"
+    if state is None:
+        return f"Slurm does not know job {job.get('id')} any more"
+    waits = f" ({state.reason})" if state.state in squeue.WAITING else ""
+    return f"Slurm: {state.state}{waits}"
+
+
 def withdraw(attempt: AttemptDir, job: dict) -> bool:
     """Cancel a job that waits in the queue; False when it does not wait."""
     state = squeue.state_lately(job["id"]) if job.get("id") else None
