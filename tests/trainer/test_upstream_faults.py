@@ -178,14 +178,13 @@ def forked(folder: Path, cases, seconds: float = 120) -> list[tuple[int, str]]:
     for number, case in enumerate(cases):
         output = folder / f"output-{number}"
         if (pid := os.fork()) == 0:
-            with output.open("w") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = file = output.open("w", buffering=1)
+            os.dup2(file.fileno(), 1)  # native code aborts past Python's streams
+            os.dup2(file.fileno(), 2)
             try:
                 case()
             except BaseException:
                 traceback.print_exc()
-                sys.stderr.flush()
                 os._exit(1)
             os._exit(0)
         children[pid] = output
