@@ -222,10 +222,23 @@ def show(plan: Plan) -> str:
 def commands(plan: Plan, attempt: int = 1) -> list[list[str]]:
     """The Ray command of each node, as it would be with every planned port free."""
     nodes = [
-        raycluster.describe(plan, attempt, rank, address, planned_ports(plan, attempt, rank))
+        ray_node(plan, attempt, rank, address, planned_ports(plan, attempt, rank))
         for rank, address in enumerate(planned_addresses(plan))
     ]
     return [raycluster.start_command(plan.python, node, nodes[0].gcs_address) for node in nodes]
+
+
+def ray_node(plan: Plan, attempt: int, rank: int, address: str, port_plan: ports.PortPlan) -> raycluster.RayNode:
+    """The Ray node of a rank."""
+    return raycluster.RayNode(
+        rank=rank,
+        name=f"node{rank}",
+        address=address,
+        ports=port_plan,
+        temp=plan.ray_temp(attempt, rank),
+        devices=plan.devices_per_node,
+        object_store_mb=plan.site.ray.object_store_mb,
+    )
 
 
 def planned_addresses(plan: Plan) -> list[str]:

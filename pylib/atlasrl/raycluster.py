@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING
 
 from atlasrl import processes
 from atlasrl.errors import Fault
+from atlasrl.logs import last_line
 
 if TYPE_CHECKING:
     from atlasrl.launch.ports import PortPlan
-    from atlasrl.plan import Plan
 
 # verl reserves 3 CPUs in each placement bundle (max_colocate_count) and the driver and the cast tasks need some.
 CPUS_PER_DEVICE, CPUS_BESIDE = 3, 4
+STARTED = b"Ray runtime started"  # what `ray start` prints once its daemons are up
+PATIENCE_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,6 @@ class RayNode:
         return f"{self.address}:{self.ports.gcs}"
 
 
-def describe(plan: Plan, attempt: int, rank: int, address: str, ports: PortPlan) -> RayNode:
-    """The Ray node of a rank."""
-    return RayNode(
-        rank=rank,
-        name=f"node{rank}",
-        address=address,
-        ports=ports,
-        temp=plan.ray_temp(attempt, rank),
-        devices=plan.devices_per_node,
-        object_store_mb=plan.site.ray.object_store_mb,
-    )
-
-
 def start_command(python: str, node: RayNode, head: str) -> list[str]:
     """The words of `ray start` for a node; `head` is the GCS address of rank 0."""
     is_head = node.rank == 0
@@ -78,6 +67,39 @@ def start_command(python: str, node: RayNode, head: str) -> list[str]:
         *([f"--object-store-memory={node.object_store_mb * 2**20}"] if node.object_store_mb else []),
         *("--disable-usage-stats", "--block"),
     ]
+
+
+class Daemon:
+    """This node's `ray start --block`. Ray gives a node 30 s to start, also where 60 s would do: it is tried again."""
+
+    TRIES = 3
+
+    def __init__(self, node: RayNode, command: list[str], env: dict[str, str], log: Path):
+        self._node, self._command, self._env, self._log = node, command, env, log
+        self._tries, self._began = 0, 0
+        self._start()
+
+    def _start(self) -> None:
+        self._tries += 1
+        self._began = self._log.stat().st_size if self._log.exists() else 0
+        self._process = processes.spawn(self._command, env=self._env, log=self._log)
+
+    def check(self) -> None:
+        """Start Ray again when it failed to come up.
+
+        Raises:
+            Fault: it failed for the last time, or it ended after it was up.
+        """
+        if (code := self._process.poll()) is None:
+            return
+        was_up = STARTED in self._log.read_bytes()[self._began :]
+        if was_up or self._tries == self.TRIES:
+            raise Fault(f"{self._node.name}: Ray ended with exit code {code}: {last_line(self._log, self._began)}")
+        processes.end(processes.leftovers(self._node.temp), PATIENCE_SECONDS)
+        self._start()
+
+    def close(self) -> None:
+        processes.end_tree(self._process, PATIENCE_SECONDS)
 
 
 class Watch:
