@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atlasrl.errors import Fault, UsageFault
-from atlasrl.recipe import parse
+from atlasrl.recipe import RECIPES, load, parse
 from atlasrl.rundir import RunDir
 from atlasrl.trainer.override import Override
 from atlasrl.trainer.overrides import verl_overrides
@@ -24,7 +24,11 @@ BASE = {
 CPU = {**BASE, "device": "cpu", "backend": "fsdp2", "rollout": {"engine": "cpu", "samples": 8}}
 CASES = {
     "cpu-fsdp2": CPU,
-    "npu-fsdp2": {**BASE, "backend": "fsdp2", "dapo": {**BASE["dapo"], "overlong": None}},
+    "npu-fsdp2": {
+        **BASE,
+        "backend": "fsdp2",
+        "dapo": {**BASE["dapo"], "overlong": None, "tokens_per_device": 10240},
+    },
     "npu-megatron": {
         **BASE,
         "backend": "megatron",
@@ -91,6 +95,35 @@ def test_validation_needs_data_and_an_interval():
 def test_batches_that_do_not_divide_are_refused_with_sizes_that_do(dapo, devices, says):
     with pytest.raises(UsageFault, match=says):
         overrides(CPU, devices=devices, dapo={"micro_batch_size": 1, **dapo})
+
+
+def test_packing_needs_room_for_one_answer_and_replaces_the_row_count():
+    packed = {**BASE["dapo"], "micro_batch_size": 5, "tokens_per_device": 10240}
+    made = values(CPU, dapo=packed)
+    assert made["actor_rollout_ref.actor.use_dynamic_bsz"] is True
+    assert made["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == 10240
+    with pytest.raises(UsageFault, match=r"10239 is less than one answer: .* = 10240"):
+        values(CPU, dapo={**packed, "tokens_per_device": 10239})
+
+
+def test_a_setting_that_the_backend_lacks_is_refused():
+    with pytest.raises(UsageFault, match="selective is Megatron's"):
+        overrides(CPU, parallel={"recompute": "selective"})
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_of_ours_can_be_planned(name):
+    recipe = load(name)
+    made = verl_overrides(
+        recipe,
+        nodes=recipe.nodes,
+        devices_per_node=recipe.devices_per_node,
+        model="/m",
+        train="/t",
+        val="/v",
+        run=RunDir("/runs/r"),
+    )
+    assert made
 
 
 # -- against the real verl and hydra ----------------------------------------------------------------

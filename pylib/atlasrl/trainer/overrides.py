@@ -36,7 +36,7 @@ def verl_overrides(
     """All settings of a run, in the order in which hydra applies them.
 
     Raises:
-        UsageFault: batch sizes that do not divide among the workers.
+        UsageFault: batch sizes that do not divide among the workers, or settings the backend does not have.
     """
     world = nodes * devices_per_node
     replicas = data_parallel(recipe, world)
@@ -69,6 +69,12 @@ def check_batches(recipe: Recipe, replicas: int) -> None:
         UsageFault: with the arithmetic and the nearest sizes that work.
     """
     dapo, samples = recipe.dapo, recipe.rollout.samples
+    longest = recipe.data.max_prompt_tokens + recipe.data.max_response_tokens
+    if dapo.tokens_per_device is not None and dapo.tokens_per_device * recipe.parallel.context < longest:
+        raise UsageFault(
+            f"dapo.tokens_per_device {dapo.tokens_per_device} is less than one answer: data.max_prompt_tokens + "
+            f"data.max_response_tokens = {longest}"
+        )
     if dapo.train_batch_size % dapo.mini_batch_size:
         raise UsageFault(
             f"dapo.train_batch_size {dapo.train_batch_size} is not a multiple of dapo.mini_batch_size "
@@ -85,7 +91,7 @@ def check_batches(recipe: Recipe, replicas: int) -> None:
         )
         raise UsageFault(
             f"{dapo.mini_batch_size} prompts × {samples} samples = {answers} answers per optimizer step do not divide "
-            f"into {replicas} worker(s) × dapo.micro_batch_size {dapo.micro_batch_size}; {advice}"
+            f"into {replicas} worker(s) × dapo.micro_batch_size {rows}; {advice}"
         )
 
 
@@ -113,7 +119,7 @@ def _model(recipe: Recipe, model: Path | str) -> list[Override]:
         Override(f"{MODEL}.trust_remote_code", recipe.model.trust_remote_code, "recipe: model.trust_remote_code"),
         Override(
             f"{MODEL}.enable_gradient_checkpointing",
-            recipe.parallel.recompute == "full",
+            recipe.parallel.recompute != "none",
             "recipe: parallel.recompute",
         ),
         Override(f"{MODEL}.use_remove_padding", not on_cpu, "packing needs a fused attention kernel, absent on a CPU"),
@@ -153,6 +159,8 @@ def _actor(recipe: Recipe) -> list[Override]:
 
 
 def _fsdp2(recipe: Recipe) -> list[Override]:
+    if recipe.parallel.recompute == "selective":
+        raise UsageFault("parallel.recompute: selective is Megatron's; the fsdp2 backend knows none and full")
     engine = f"{ACTOR}.fsdp_config"
     offload = recipe.parallel.offload
     return [
