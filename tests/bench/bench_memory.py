@@ -153,10 +153,11 @@ def bench_runs(folder: Path) -> dict:
 
 
 def bench_run(folder: Path, case: Case, steps: int = 3) -> dict:
-    from measured import ALLOCATOR, exact, growth, predicted
+    from fsdp2_workers import ALLOCATOR, predicted
 
     from atlasrl import recipe as recipes
     from atlasrl.memory import architecture, sharded
+    from atlasrl.memory import measured as measurements
 
     world = case.world
     folder.mkdir()
@@ -186,14 +187,13 @@ def bench_run(folder: Path, case: Case, steps: int = 3) -> dict:
         "update": sharded.update_growth(a, batch, world).total,
     }
     result: dict = {"exact": {}, "growth": {}, "ok": True}
-    for rank in range(world):
-        records = [json.loads(line) for line in (probe / f"rank{rank}.jsonl").read_text().splitlines()]
-        measured, model = exact(records), predicted(config, batch, world, rank)
+    for rank, records in enumerate(measurements.read(probe)):
+        measured, model = measurements.exact(records), predicted(config, batch, world, rank)
         result["exact"][f"worker {rank}"] = {kind: [measured.get(kind), size] for kind, size in model.items()}
         result["ok"] &= measured == model
         for phase, size in expected.items():
             # The first step also loads libraries and creates the optimizer state.
-            grown = growth(records, phase)[1:]
+            grown = measurements.growth(records, phase)[1:]
             off = [round(each / size - 1, 3) for each in grown]
             result["growth"][f"worker {rank} {phase}"] = {
                 "predicted_MiB": round(size / MB, 1),

@@ -16,6 +16,17 @@ RECIPE = "deepseek-v3-671b-dapo"
 TOO_MUCH = ["--set", "parallel.recompute=none"]
 
 
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
 def memory(*arguments: str):
     return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
 
@@ -111,22 +122,54 @@ def test_search_without_any_split_that_fits():
 
 
 def test_an_fsdp2_recipe_prints_its_workers(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "qwen2",
-                "vocab_size": 64,
-                "hidden_size": 8,
-                "num_hidden_layers": 2,
-                "intermediate_size": 16,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-            }
-        )
-    )
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
     result = memory("tiny", "--config", str(tmp_path))
     assert result.exit_code == 0
     assert "each worker" in result.output
+
+
+def write_probe(folder: Path, **changes: int) -> None:
+    from atlasrl import recipe as recipes
+    from atlasrl.memory import architecture, sharded
+
+    a, batch = architecture.from_config(SMALL), sharded.batch_of(recipes.load("tiny"), 1)
+    held = sharded.worker(a, batch, 1, 0)
+    step = {"phase": "step", "weights": held.weights, "gradients": held.gradients}
+    tensors = {"buffers": held.buffers, "optimizer": held.optimizer}
+    grown = {"log_prob": sharded.score_growth(a, batch).total, "update": sharded.update_growth(a, batch, 1).total}
+    logits = {"log_prob": held.score_logits, "update": held.update_logits}
+    lines = [
+        {"phase": phase, "start": 10**8, "peak": 10**8 + grown[phase], "logits": logits[phase], **tensors} | changes
+        for _ in range(2)
+        for phase in ("log_prob", "update")
+    ]
+    (folder / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [step, *lines]))
+    (folder / "config.json").write_text(json.dumps(SMALL))
+
+
+def test_what_the_probe_wrote_is_set_beside_the_prediction(tmp_path):
+    write_probe(tmp_path)
+    output = memory("profile", str(tmp_path), "--recipe", "tiny", "--config", str(tmp_path)).output
+    assert output.count("as predicted") == 6
+    assert output.count("(+0.0%)") == 2
+
+
+def test_a_worker_that_holds_something_else_is_shown(tmp_path):
+    write_probe(tmp_path, optimizer=12345)
+    output = memory("profile", str(tmp_path), "--recipe", "tiny", "--config", str(tmp_path)).output
+    assert output.count("as predicted") == 5
+    assert re.search(r"optimizer +12,345 bytes, predicted", output)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"), [(["rank1.jsonl"], "ranks [1]"), (["rank0.jsonl", "rank2.jsonl"], "ranks [0, 2]")]
+)
+def test_a_probe_folder_with_a_gap(tmp_path, files, words):
+    for file in files:
+        (tmp_path / file).write_text("")
+    result = memory("profile", str(tmp_path), "--recipe", "tiny")
+    assert result.exit_code in (1, 2)
+    assert words in result.output
 
 
 def test_help_imports_nothing_heavy():

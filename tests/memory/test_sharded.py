@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from measured import TINY, exact, growth, predicted, run_workers
+from fsdp2_workers import TINY, predicted, run_workers
 
 from atlasrl.memory import architecture, sharded
 from atlasrl.memory.architecture import Weight
+from atlasrl.memory.measured import exact, growth
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])

@@ -95,10 +95,14 @@ def search(recipe, nodes, changes, config, device_gib, as_json, limit):
 @click.option("--phases", type=click.Path(exists=True, path_type=Path), help="phases.jsonl of the attempt.")
 @click.option("--recipe", "recipe", help="Compare with the prediction for this recipe.")
 @click.option("--nodes", "-N", type=click.IntRange(min=1), help="Number of nodes of the recipe.")
+@click.option("--config", type=click.Path(path_type=Path), help="config.json of the recipe's model.")
 @click.option("--top", default=5, show_default=True, type=click.IntRange(min=0), help="Holders at the peak to print.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable; sizes in bytes.")
-def profile(folder, phases, recipe, nodes, top, as_json):
-    """Read the memory tables of Ascend's profiler below FOLDER, or one PyTorch memory snapshot (.pickle, .pkl).
+def profile(folder, phases, recipe, nodes, config, top, as_json):
+    """Read the memory tables of Ascend's profiler below FOLDER.
+
+    FOLDER may also be a PyTorch memory snapshot (.pickle, .pkl), or with --recipe what the memory probe of a CPU run
+    wrote (rank0.jsonl …).
 
     Peaks of the process, HCCL and the framework, whether sleep released the weights, leaks, and who held memory at the
     peak. Tables of many gigabytes are streamed.
@@ -114,7 +118,10 @@ def profile(folder, phases, recipe, nodes, top, as_json):
         from atlasrl import recipe as recipes
         from atlasrl.memory import verdict
 
-        prediction = verdict.of_recipe(recipes.load(recipe), nodes).prediction
+        if any(folder.glob("rank*.jsonl")):
+            click.echo("\n".join(verdict.of_workers(recipes.load(recipe), folder, config)))
+            return
+        prediction = verdict.of_recipe(recipes.load(recipe), nodes, config).prediction
     found = profiles.read(folder, profiles.read_marks(phases) if phases else profiles.NO_MARKS)
     if as_json:
         click.echo(json.dumps([profiles.as_json(each) for each in found], indent=1))

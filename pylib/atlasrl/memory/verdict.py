@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atlasrl.errors import UsageFault
 from atlasrl.legality import Split, broken_batch_rules, broken_rollout_rules, broken_rules
-from atlasrl.memory import cost, job, model, planner, report
+from atlasrl.memory import cost, job, measured, model, planner, report, sharded
 from atlasrl.memory.architecture import Architecture
 from atlasrl.memory.model import Prediction
 from atlasrl.memory.planner import Candidate, Remedy
@@ -68,6 +68,17 @@ def in_one_line(recipe: Recipe, nodes: int, devices_per_node: int) -> tuple[str,
         return f"the split is illegal: {'; '.join(broken)}", False
     prediction = model.predict(a, split, j)
     return report.verdict(prediction), prediction.fits
+
+
+def of_workers(recipe: Recipe, folder: Path, config: Path | None = None) -> list[str]:
+    """What the probe measured of a recipe's FSDP2 workers, line by line beside the prediction.
+
+    Raises:
+        UsageFault: no records, or no configuration of the model. Fault: damaged records.
+    """
+    workers = measured.read(folder)
+    batch = sharded.batch_of(recipe, len(workers))
+    return [*measured.lines(job.architecture_of(recipe, config), batch, workers)]
 
 
 def illegal(recipe: Recipe, a: Architecture, split: Split, j: job.Job) -> list[str]:

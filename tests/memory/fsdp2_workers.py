@@ -1,4 +1,4 @@
-"""Run real FSDP2 workers and set what the probe measured beside what the model predicts."""
+"""Run real FSDP2 workers of verl with the memory probe."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-from atlasrl.memory import architecture, sharded
+from atlasrl.memory import architecture, measured, sharded
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -69,26 +68,7 @@ def run_workers(
     outputs = [worker.communicate(timeout=500)[1].decode() for worker in workers]
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output[-2000:]
-    return [
-        [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()] for rank in range(world)
-    ]
-
-
-def exact(records: list[dict]) -> dict[str, int]:
-    """Largest measured bytes of every kind of tensor."""
-    found: dict[str, int] = defaultdict(int)
-    for record in records:
-        for kind in ("weights", "buffers", "gradients", "optimizer"):
-            found[kind] = max(found[kind], record.get(kind, 0))
-        if "logits" in record:
-            kind = "update_logits" if record["phase"] == "update" else "score_logits"
-            found[kind] = max(found[kind], record["logits"])
-    return dict(found)
-
-
-def growth(records: list[dict], phase: str) -> list[int]:
-    """Resident growth of every occurrence of a phase: its peak over its beginning."""
-    return [record["peak"] - record["start"] for record in records if record["phase"] == phase]
+    return measured.read(folder)
 
 
 def predicted(config: dict, batch: sharded.Batch, world: int, rank: int) -> dict[str, int]:
