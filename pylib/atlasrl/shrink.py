@@ -88,6 +88,7 @@ def _cluster(tree: dict, recipe: Recipe, changes: list[dict]) -> None:
         split[name] = min(2, split[name])
     _change(changes, split, "parallel", "context", 1, "context parallelism needs Transformer Engine's attention")
     _change(changes, split, "parallel", "virtual_pipeline", 1, "the interleaved schedule is not proven on a CPU")
+    _change(changes, split, "parallel", "optimizer_on_host", 0.0, "on a CPU the whole optimizer is on the host")
     model_size = split["tensor"] * split["pipeline"]
     world = recipe.nodes * recipe.devices_per_node
     replicas = world // (given.tensor * given.pipeline * given.context)

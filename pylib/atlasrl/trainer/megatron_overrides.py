@@ -53,7 +53,7 @@ def megatron_overrides(recipe: Recipe, *, world: int) -> list[Override]:
                 "recipe: parallel.virtual_pipeline",
             )
         )
-    if parallel.optimizer_on_host:
+    if parallel.optimizer_on_host and not on_cpu:  # on a CPU the optimizer is on the host anyway
         optimizer = f"++{ACTOR}.optim.override_optimizer_config"
         settings += [
             Override(f"{optimizer}.optimizer_cpu_offload", True, "recipe: parallel.optimizer_on_host"),
@@ -62,10 +62,8 @@ def megatron_overrides(recipe: Recipe, *, world: int) -> list[Override]:
                 parallel.optimizer_on_host,
                 "recipe: parallel.optimizer_on_host",
             ),
-            Override(
-                f"{optimizer}.use_precision_aware_optimizer", not on_cpu, "needs Transformer Engine's or Apex's Adam"
-            ),
-            Override(f"{optimizer}.overlap_cpu_optimizer_d2h_h2d", not on_cpu, "overlaps copies with the host's steps"),
+            Override(f"{optimizer}.use_precision_aware_optimizer", True, "the host optimizer keeps the master weights"),
+            Override(f"{optimizer}.overlap_cpu_optimizer_d2h_h2d", True, "overlaps copies with the host's steps"),
         ]
     for stage, layers in (("first", parallel.first_stage_layers), ("last", parallel.last_stage_layers)):
         if layers is not None:

@@ -45,7 +45,6 @@ class Trial:
     recompute: str = "none"
     dynamic_batch: bool = False
     """Micro batches packed by their number of tokens."""
-    optimizer_on_host: float = 0.0
     offload: bool = False
     clip_grad: float = 1.0
     gradient_scale: dict[int, float] = field(default_factory=dict, hash=False)
@@ -60,7 +59,6 @@ class Trial:
             words.append("plain optimizer")
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += ["dynamic batch"] if self.dynamic_batch else []
-        words += [f"{self.optimizer_on_host:.0%} of the optimizer on the host"] if self.optimizer_on_host else []
         words += ["offload"] if self.offload else []
         words += [f"clip {self.clip_grad:g}"] if self.clip_grad != 1.0 else []
         words += [f"rank {rank} × {factor:g}" for rank, factor in self.gradient_scale.items()]
@@ -121,7 +119,6 @@ def recipe_of(trial: Trial, model: Path, answers: int = SHAPE.answers):
             "context": layout.context,
             "distributed_optimizer": trial.distributed_optimizer,
             "recompute": trial.recompute,
-            "optimizer_on_host": trial.optimizer_on_host,
             "offload": trial.offload,
         },
         "rollout": {"engine": "cpu", "samples": samples},
