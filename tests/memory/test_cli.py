@@ -111,6 +111,7 @@ def test_search_prints_the_cheapest_and_the_recipes_own_rank():
     result = memory("search", RECIPE, "--nodes", "32", "--limit", "3")
     assert result.exit_code == 0
     assert "is number" in result.output
+    assert max(map(len, result.output.splitlines())) <= 110
     found = json.loads(memory("search", RECIPE, "--nodes", "32", "--limit", "5", "--json").output)
     assert [c["total_seconds"] for c in found] == sorted(c["total_seconds"] for c in found)
 

@@ -136,6 +136,24 @@ def test_a_missing_key_is_named_unless_it_has_a_meaning(missing):
             architecture.from_config(config)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "big"),
+        ("hidden_size", 0),
+        ("vocab_size", -5),
+        ("num_hidden_layers", 2.5),
+        ("n_routed_experts", "all"),
+        ("kv_lora_rank", None),
+        ("num_attention_heads", True),
+    ],
+)
+def test_a_size_that_is_none_is_one_line(key, value):
+    with pytest.raises(Fault) as fault:
+        architecture.from_config({**shapes.CONFIGS["DeepSeek-V3"], key: value}, "here/config.json")
+    assert str(fault.value).startswith("here/config.json: ")
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", "null"])
 def test_a_damaged_config_is_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

@@ -205,9 +205,26 @@ def from_config(config: dict, origin: str = "config.json") -> Architecture:
     if family not in FAMILIES:
         raise UsageFault(f"{origin}: the memory model knows {', '.join(FAMILIES)}, not model_type {family!r}")
     try:
-        return (_deepseek if family == "deepseek_v3" else _qwen)(config)
+        a = (_deepseek if family == "deepseek_v3" else _qwen)(config)
+        _check_sizes(a)
+        return a
+    except (TypeError, ValueError) as problem:
+        raise Fault(f"{origin}: {problem}; copy config.json again from the model's repository") from None
     except KeyError as missing:
         raise Fault(f"{origin}: {family} needs the key {missing}; the file is incomplete") from None
+
+
+def _check_sizes(a: Architecture) -> None:
+    """Raise ValueError when a size is no positive whole number."""
+    sizes = {name: getattr(a, name) for name in ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_width")}
+    sizes["intermediate"] = a.intermediate
+    if a.experts:
+        sizes |= {"experts": a.experts.count, "experts per token": a.experts.top, "expert width": a.experts.width}
+    if m := a.latent:
+        sizes |= {"kv_lora_rank": m.kv_rank, "qk_nope": m.nope, "qk_rope": m.rope, "v_head_dim": m.value}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name} is {size!r}, not a positive whole number")
 
 
 def read(model: Path) -> Architecture:

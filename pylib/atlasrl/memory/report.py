@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 
 from atlasrl.memory import sharded
@@ -130,7 +131,7 @@ def search_text(found: list[Candidate], own: Candidate | None, limit: int) -> st
         )
     lines = [f"{len(found)} splits are legal and fit; seconds are estimates that only rank", table(rows, left=2)]
     if own is not None:
-        lines.append(rank_reason(found, own))
+        lines.append(textwrap.fill(rank_reason(found, own), 100))
     return "\n\n".join(lines)
 
 
