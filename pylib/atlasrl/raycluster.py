@@ -54,7 +54,8 @@ class RayNode:
 def start_command(python: str, node: RayNode, head: str) -> list[str]:
     """The words of `ray start` for a node; `head` is the GCS address of rank 0."""
     is_head = node.rank == 0
-    role = ["--head", "--include-dashboard=false"] if is_head else [f"--address={head}"]
+    # no monitor: it would scale the cluster, and costs 80 MB and seconds of imports
+    role = ["--head", "--include-dashboard=false", "--no-monitor"] if is_head else [f"--address={head}"]
     return [
         *(python, "-m", "ray.scripts.scripts", "start", *role),
         f"--node-ip-address={node.address}",
