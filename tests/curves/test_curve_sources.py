@@ -7,6 +7,8 @@ import json
 
 import curve_assets as assets
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atlasrl.curves import aliases
 from atlasrl.curves.load import load
@@ -115,6 +117,26 @@ def test_lines_before_damage_are_read_when_that_is_allowed(tmp_path):
     run = load(file, allow_truncated=True)
     assert assets.plain(run) == {"a": [(1, 1.0)]}
     assert any("m.jsonl:2" in note for note in run.reading.notes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(SAME_CURVE)))
+def test_no_text_crashes_a_reader(tmp_path_factory, data, name):
+    """Valid files with bytes inserted, removed or replaced: read, or an error of one line."""
+    broken = bytearray(SAME_CURVE[name].encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(broken)))
+        broken[at : at + data.draw(st.integers(0, 6))] = data.draw(
+            st.sampled_from(
+                [b"", b"9" * 400, b"nan", b"-inf", b"1e999", b"\0", b'"', b"\n", b",", b"{", b"\xff", b"null"]
+            )
+        )
+    file = tmp_path_factory.mktemp("text") / name
+    file.write_bytes(bytes(broken))
+    try:
+        load(str(file))
+    except Fault as fault:
+        assert "\n" not in str(fault)
 
 
 def test_a_folder_with_several_runs_is_refused_with_their_names(tmp_path):

@@ -127,7 +127,7 @@ def resume_jump(c: Comparison) -> Measure | None:
     smooth = averaged(c.candidate, w)
     at = np.arange(w, n - w + 1)
     jumps = smooth[at + w - 1] - smooth[at - 1]
-    elsewhere = jumps[[bool(np.abs(i - np.array(starts)).min() >= w) for i in at]]
+    elsewhere = jumps[np.abs(at[:, None] - starts).min(1) >= w]
     if len(elsewhere) < 2 * w or (scale := robust_deviation(elsewhere)) == 0:
         return None
     sizes = {start: abs(float(jumps[start - w] - np.median(elsewhere))) / scale for start in starts}

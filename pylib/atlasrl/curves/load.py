@@ -24,6 +24,7 @@ class RunReader:
         self.allow_truncated = allow_truncated
         self.sources: dict[Path, Source] = {}
         self._run: Run | None = None
+        self._pairing = attempts.Pairing()
 
     def update(self) -> bool:
         """Read everything that was added since the last call. True when points came.
@@ -60,7 +61,7 @@ class RunReader:
         events = [s for path, part in found.items() if isinstance(self.sources[path], EventSource) for s in part]
         metrics = [s for path, part in found.items() if isinstance(self.sources[path], JsonLinesSource) for s in part]
         tables = [s for part in found.values() for s in part if s not in events and s not in metrics]
-        return attempts.paired(events, metrics) + tables if events and metrics else events + metrics + tables
+        return self._pairing.paired(events, metrics) + tables if events and metrics else events + metrics + tables
 
 
 def load(spec: str, allow_truncated: bool = False) -> Run:

@@ -21,6 +21,7 @@ class EventSource:
     def __init__(self, path: Path, number: int | None = None):
         self.path, self.number = path, number
         self.records, self.decoder, self.columns = RecordFile(path), Decoder(), Columns()
+        self._sessions: list[Session] = []
 
     def update(self) -> bool:
         """Read what was added. True when points came."""
@@ -28,10 +29,12 @@ class EventSource:
         added = sum(len(part) for part in parts)
         if added:
             self.columns = Columns.joined([self.columns, *parts])
+            self._sessions = split(self.path.name, self.columns, self.decoder.starts, self.number)
         return added > 0
 
     def sessions(self) -> list[Session]:
-        return split(self.path.name, self.columns, self.decoder.starts, self.number)
+        """The same objects until an update adds points."""
+        return self._sessions
 
     def damage(self) -> str:
         """Where reading had to stop, and why; empty when the file is intact."""
@@ -51,25 +54,28 @@ class JsonLinesSource:
     def __init__(self, path: Path, number: int | None = None):
         self.path, self.number = path, number
         self.file, self.columns, self.broken = textlogs.LineFile(path), Columns(), ""
+        self._sessions: list[Session] = []
 
     def update(self) -> bool:
         """Read what was added. True when points came."""
         lines = self.file.read()
         if self.file.restarted:
-            self.columns, self.broken = Columns(), ""
+            self.columns, self.broken, self._sessions = Columns(), "", []
         if self.broken:
             return False
         rows, self.broken = _rows_before_damage(self._rows(lines))
         self.file.lines += len(lines)
         if rows:
             self.columns = Columns.joined([self.columns, Columns.of_rows(rows)])
+            self._sessions = split(self.path.name, self.columns, (), self.number)
         return bool(rows)
 
     def _rows(self, lines: list[str]) -> Iterator[textlogs.Row]:
         return textlogs.json_rows(lines, self.path, self.file.lines + 1)
 
     def sessions(self) -> list[Session]:
-        return split(str(self.path.name), self.columns, (), self.number)
+        """The same objects until an update adds points."""
+        return self._sessions
 
     def damage(self) -> str:
         return self.broken

@@ -38,7 +38,7 @@ def rows(path: Path) -> Iterator[Row]:
         raise Fault(f"{path}:{table.line_num} is no CSV: {problem}") from None
     if not lines:
         raise Fault(f"{path} is an empty table; expected a header with a step column")
-    header = [cell.strip() for cell in lines[0][1]]
+    header = [" ".join(cell.split()) for cell in lines[0][1]]  # a quoted name may hold line breaks
     lower = [cell.lower() for cell in header]
     step = _column(lower, STEP_COLUMNS)
     if step is None:
@@ -85,7 +85,7 @@ def _numeric(lines: list[tuple[int, list[str]]], columns: list[int]) -> list[int
 
 def _step(line: list[str], column: int, where: str) -> int:
     value = _cell(line, column, where)
-    if value is None or not math.isfinite(value) or value != int(value):
+    if value is None or not abs(value) < 2**62 or value != int(value):
         raise Fault(f"{where}: the step {line[column] if column < len(line) else ''!r} is no whole number")
     return int(value)
 

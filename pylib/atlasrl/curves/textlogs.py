@@ -16,7 +16,7 @@ from atlasrl.errors import Fault
 Row = tuple[str, int, float, float]
 
 STEP_KEYS = ("step", "_step", "global_step", "training/global_step", "current_steps", "iteration")
-CONSOLE_STEP = re.compile(r"\bstep:(\d+) - ")
+CONSOLE_STEP = re.compile(r"\bstep:(\d{1,18}) - ")
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 CONSOLE_VALUE = re.compile(r"(?:np\.\w+\()?([-+0-9.a-zA-Z]+)\)?(?:\s|$)")
 
@@ -119,7 +119,10 @@ def _record_rows(record: dict, where: str) -> Iterator[Row]:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) < 2**62
+    """Whether a value is a whole number that 64 bits hold; NaN is none."""
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**62 and value == int(value)
+    )
 
 
 def _float(value: float) -> float:
