@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 BLOCKS = 24
-RESAMPLES = 300
+RESAMPLES = 200
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
