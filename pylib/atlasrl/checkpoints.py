@@ -111,7 +111,7 @@ def choose(run: RunDir, step: int | None = None) -> Checkpoint:
     advice = (
         f"complete: {', '.join(str(c.step) for c in usable)}; choose one with --step"
         if usable
-        else "nothing to resume from; start a new run under another name"
+        else f"nothing to resume from; to start it at step 0: bin/resume {run.name} --step 0"
     )
     raise Fault(f"{what} in {run.checkpoints}: {'; '.join(explain(run)) or 'the folder is empty'}; {advice}")
 
