@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from hypothesis import given
@@ -86,3 +87,25 @@ def test_what_differs_by_right_is_no_fact():
     shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "$HCCL_BUFFSIZE" in shown.stdout
     assert not [name for name in ("SLURM_NODEID", "HOSTNAME", "ASCEND_RT_VISIBLE") if name in shown.stdout]
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "visible", "words"),
+    [
+        ("npu", 8, None, None),
+        ("npu", 7, None, "node07: 7 NPUs are there (davinci0, "),
+        ("npu", 8, "0,1,2,3", "4 NPUs are there"),
+        ("npu", 0, None, "node07: 0 NPUs are there (no "),
+        ("cpu", 0, None, None),
+    ],
+)
+def test_missing_devices_are_counted(device, there, visible, words, tmp_path, monkeypatch):
+    for number in range(there):
+        (tmp_path / f"davinci{number}").touch()
+    (tmp_path / "davinci_manager").touch()
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible) if visible else monkeypatch.delenv(
+        "ASCEND_RT_VISIBLE_DEVICES", raising=False
+    )
+    plan = types.SimpleNamespace(recipe=types.SimpleNamespace(device=device), devices_per_node=8)
+    found = checkin.missing_devices(plan, "node07", tmp_path)
+    assert found is None if words is None else words in found

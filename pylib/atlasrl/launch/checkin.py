@@ -36,12 +36,29 @@ CANN_VERSIONS = (
 def answer(plan: Plan, node: str) -> dict:
     """This node's address and facts; `faults` holds what is wrong by itself, in whole sentences."""
     told = {"node": node, "address": None, "faults": [], "facts": facts(plan), "held": {}}
+    if short := missing_devices(plan, node):
+        told["faults"].append(short)
     try:
         told["address"] = own_address(plan, node)
         told["held"] = {str(port): who for port, who in ports.held_ports().items()}
     except Fault as fault:
         told["faults"].append(str(fault))
     return told
+
+
+def missing_devices(plan: Plan, node: str, folder: Path = Path("/dev")) -> str | None:
+    """Why a node cannot offer the planned NPUs; None when it can, or when a CPU emulates them."""
+    if plan.recipe.device != "npu":
+        return None
+    found = sorted(path.name for path in folder.glob("davinci[0-9]*"))
+    if chosen := os.environ.get("ASCEND_RT_VISIBLE_DEVICES"):
+        found = [name for name in found if name.removeprefix("davinci") in chosen.split(",")]
+    if len(found) >= plan.devices_per_node:
+        return None
+    return (
+        f"{node}: {len(found)} NPUs are there ({', '.join(found) or f'no {folder}/davinci*'}) and "
+        f"{plan.devices_per_node} are planned; look at `npu-smi info` there, or pass --devices"
+    )
 
 
 def own_address(plan: Plan, node: str) -> str:
