@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,17 +84,30 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise UsageFault(f"{folder}: holds neither *.safetensors nor an index; give the folder of the checkpoint")
     members = member_files(files, index)
     headers, broken, strangers = {}, {}, []
-    for file in sorted(files):
-        try:
-            header = read_header(folder / file)
-        except HeaderFault as fault:
-            broken[file] = fault
-        else:
-            if file in members:
-                headers[file] = header
+    with _collector_paused():
+        for file in sorted(files):
+            try:
+                header = read_header(folder / file)
+            except HeaderFault as fault:
+                broken[file] = fault
             else:
-                strangers.append(header)
+                if file in members:
+                    headers[file] = header
+                else:
+                    strangers.append(header)
     return Checkpoint(folder, index, headers, broken, read_config(folder), tuple(strangers))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the cycle collector, which would search 92,000 new tensors for cycles again and again and find none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def member_files(files: set[str], index: Index | None) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -64,8 +65,10 @@ def run_ray(function: Callable, jobs: Sequence, address: str | None = None) -> I
 
     started = not ray.is_initialized()
     if started:
+        address = address or os.environ.get("RAY_ADDRESS") or "auto"
+        _check_answers(address)
         try:
-            ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False)
+            ray.init(address=address, log_to_driver=False, logging_level="warning")
         except ConnectionError as error:
             raise Fault(
                 f"no Ray cluster answers at {address or 'RAY_ADDRESS'}: {error}; start it, or use --workers"
@@ -87,6 +90,23 @@ def run_ray(function: Callable, jobs: Sequence, address: str | None = None) -> I
     finally:
         if started:
             ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Try the port first: `ray.init` itself retries a dead address for minutes.
+
+    Raises:
+        Fault: nothing listens there.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise Fault(
+            f"no Ray cluster answers at {address}: {error}; start it, correct RAY_ADDRESS, or use --workers"
+        ) from None
 
 
 def _ray_results(ray, task: Callable, jobs: Sequence) -> Iterator:
