@@ -54,10 +54,10 @@ lint: $(READY) ## ruff, shell syntax
 	@env/python -m ruff check . && env/python -m ruff format --check . && bash -n env/*.sh jobs/stages/*.sh bin/* .ci/run
 
 cluster-up: $(READY) ## start a Slurm cluster of NODES nodes on this machine, for tests
-	@env/python -m tests.cluster.up --nodes $(or $(NODES),4)
+	@env/python tests/cluster/up.py up $(or $(NODES),4)
 
 cluster-down: $(READY) ## end the cluster of cluster-up
-	@env/python -m tests.cluster.down
+	@env/python tests/cluster/up.py down
 
 clean: ## remove caches; runs and the environment stay
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} + ; rm -rf .pytest_cache .ruff_cache
