@@ -22,13 +22,14 @@ from atlasrl.rundir import RunDir, read_json_lines
 pytestmark = pytest.mark.cluster
 
 PYLIB = Path(__file__).parents[2] / "pylib"
-DEADLINE = 240
+DEADLINE = 900
 
 
 @pytest.fixture(scope="module")
 def ray_address():
     """A Ray with two logical NPUs, owned by this process alone."""
     ray = pytest.importorskip("ray")
+    os.environ.setdefault("RAY_worker_niceness", "0")
     context = ray.init(address="local", num_cpus=16, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
     yield context.address_info["gcs_address"]
     ray.shutdown()

@@ -54,6 +54,7 @@ def connect(plan: dict, recipe: Recipe) -> None:
     needed = plan["nodes"] * plan["devices_per_node"]
     resource = "GPU" if recipe.device == "cuda" else "NPU"
     address = os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a private cluster's workers on a busy machine
     # verl reserves three CPUs per worker (max_colocate_count) and needs some for its own helpers.
     private = {"num_cpus": 3 * needed + 4, "resources": {resource: needed}, "include_dashboard": False}
     try:
