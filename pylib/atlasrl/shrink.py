@@ -3,8 +3,9 @@
 The rule, in the order of the recipe:
 
     cluster    device cpu, 2 nodes when the recipe has several; as many devices as the split needs, at most 4 in all
-    split      tensor, pipeline, expert, expert_tensor: 2 where the recipe has more than 1, else 1; data-parallel 2 when
-               the recipe has replicas and room is left. Recompute, offload, optimizer settings stay.
+    split      tensor, pipeline, expert: 2 where the recipe has more than 1, else 1; expert_tensor likewise unless
+               expert is 2; data-parallel 2 when the recipe has replicas and room is left. Recompute, offload and
+               optimizer settings stay.
     stages     uneven first and last stages stay uneven: 3 layers and 2, or 2 and 3, in the recipe's direction
     model      same family, random weights: hidden 64, 4 heads, 16 experts in 4 groups (or 8 without groups), one dense
                layer before the experts, the yarn scaling of config.json
@@ -86,6 +87,8 @@ def _cluster(tree: dict, recipe: Recipe, changes: list[dict]) -> None:
     split, given = tree["parallel"], recipe.parallel
     for name in ("tensor", "pipeline", "expert", "expert_tensor"):
         split[name] = min(2, split[name])
+    if split["expert"] > 1:
+        _change(changes, split, "parallel", "expert_tensor", 1, "4 workers cannot split experts both ways")
     _change(changes, split, "parallel", "context", 1, "context parallelism needs Transformer Engine's attention")
     _change(changes, split, "parallel", "virtual_pipeline", 1, "the interleaved schedule is not proven on a CPU")
     _change(changes, split, "parallel", "optimizer_on_host", 0.0, "on a CPU the whole optimizer is on the host")

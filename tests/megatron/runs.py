@@ -59,22 +59,21 @@ def start_run(path: Path, recipe: recipes.Recipe) -> RunDir:
 
 
 class Attempt:
-    """One `python -m atlasrl.trainer` process; starts a private Ray unless given an address."""
+    """One `python -m atlasrl.trainer` process with a Ray of its own."""
 
-    def __init__(self, run: RunDir, number: int, address: str | None = None, resume: bool = False, **environment):
+    def __init__(self, run: RunDir, number: int, *, resume_from: Path | None = None, **environment):
         self.run, self.dir = run, run.attempt(number)
         self.dir.path.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "atlasrl.trainer", str(run.path), "--attempt", str(number)]
-        if resume:
-            command += ["--resume-from", str(checkpoints.choose(run).path)]
-        where = {"RAY_ADDRESS": address} if address else {}
+        if resume_from:
+            command += ["--resume-from", str(resume_from)]
         self.log = self.dir.path / "train.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(PYLIB), **where, **environment},
+                env={**os.environ, "PYTHONPATH": str(PYLIB), **environment},
                 start_new_session=True,
             )
 

@@ -47,13 +47,18 @@ PROVEN = tuple(
         {"data": 2},
         {"data": 2, "expert": 2},
         {"pipeline": 2},
+        {"tensor": 2},
         {"tensor": 2, "expert_tensor": 2},
         {"tensor": 2, "expert": 2},
+        {"data": 4},
         {"data": 4, "expert": 2},
+        {"data": 2, "pipeline": 2},
+        {"data": 2, "pipeline": 2, "expert": 2},
+        {"data": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "expert": 2},
+        {"tensor": 2, "pipeline": 2},
         {"tensor": 2, "pipeline": 2, "expert_tensor": 2},
         {"tensor": 2, "pipeline": 2, "expert": 2},
-        {"data": 2, "pipeline": 2, "expert": 2},
-        {"data": 2, "tensor": 2, "expert": 2},
     )
 )
 """Each with the plain and with the distributed optimizer."""
