@@ -30,6 +30,7 @@ class SshJobEnvironment(job_environment.JobEnvironment):
         "job_id": "ATLASRL_SSH_JOB",
         "global_rank": "ATLASRL_SSH_RANK",
         "node": "ATLASRL_SSH_RANK",
+        "local_rank": "ATLASRL_SSH_LOCAL_RANK",  # never set: one task per host
     }
 
     @property
