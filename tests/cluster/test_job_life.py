@@ -109,3 +109,53 @@ def test_the_time_limit_ends_nothing_twice_in_a_row(cluster):
     command(cluster, "stop", "limit", "--save")
     assert repeated(job) <= 1
     assert sorted(set(job.steps())) == list(range(1, max(job.steps()) + 1))
+
+
+@pytest.mark.nightly
+def test_the_loss_of_the_head_node_is_survived(cluster):
+    if cluster.facts["mode"] != "namespaces":
+        pytest.skip("loopback nodes share one machine")
+    job = train(cluster, "headless", nodes=2, steps=400, environment={"LIGHT_STEP_SECONDS": "0.2"})
+    job.wait_for_checkpoint(4)
+    head = job.events("allocated")[0]["nodes"][0]
+    cluster.power_off(head)
+    try:
+        job.wait_for_requeue(2)
+        job.wait_for_step(max(job.steps()) + 2)
+        assert head not in job.events("allocated")[-1]["nodes"]
+        assert job.decisions()[0] == ("node failure", "leave"), (
+            "the next incarnation writes down how the last one ended"
+        )
+        command(cluster, "stop", "headless")
+    finally:
+        cluster.boot(head)
+    assert repeated(job) <= 1
+
+
+@pytest.mark.nightly
+def test_a_node_set_down_by_the_administrator_is_survived(cluster):
+    job = train(cluster, "maintenance", nodes=2, steps=400, environment={"LIGHT_STEP_SECONDS": "0.2"})
+    job.wait_for_checkpoint(4)
+    node = job.events("allocated")[0]["nodes"][1]
+    cluster.login("scontrol", "update", f"nodename={node}", "state=down", "reason=memory")
+    try:
+        job.wait_for_requeue(2)
+        job.wait_for_step(max(job.steps()) + 2)
+        command(cluster, "stop", "maintenance")
+    finally:
+        cluster.login("scontrol", "update", f"nodename={node}", "state=resume")
+    assert repeated(job) <= 2, "the periodic checkpoint is all that counts here"
+
+
+@pytest.mark.nightly
+def test_where_slurm_does_not_requeue_the_job_submits_itself_again(cluster):
+    site = {"slurm": {"extra": ["--no-requeue"]}}
+    job = train(cluster, "again", nodes=1, steps=400, site=site, environment={"LIGHT_STEP_SECONDS": "0.2"})
+    job.wait_for_checkpoint(2)
+    cluster.login("scancel", "--signal=USR2", job.id)
+    submitted = job.wait(lambda: job.events("submitted")[1:], 120, "the second job")[0]
+    assert submitted["by"] == "the job itself" and submitted["job"] != job.id
+    assert "does not requeue" in job.events("requeue_refused")[0]["message"]
+    job.wait_for_step(max(job.steps()) + 2)
+    command(cluster, "stop", job.id)
+    assert repeated(job) <= 1

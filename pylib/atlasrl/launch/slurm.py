@@ -56,7 +56,7 @@ def parameters(
         )
     options = {
         "chdir": str(folder),
-        "requeue": True,
+        "requeue": None if "--no-requeue" in slurm.extra else True,
         "comment": f"atlasrl {folder.parent}",
         "reservation": slurm.reservation,
         "wckey": slurm.wckey,
