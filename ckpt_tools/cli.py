@@ -106,7 +106,10 @@ def verify(folder, deep, write_checksums, workers, mbridge, dry_run, as_json) ->
     from ckpt_tools.training import is_training_folder, verify_training
     from ckpt_tools.verify import verify as check
 
-    report = verify_training(folder) if is_training_folder(folder) else check(folder)
+    training = is_training_folder(folder)
+    if training and (deep or mbridge):
+        raise UsageFault("--deep and --mbridge need a model's folder, such as global_step_N/actor/huggingface")
+    report = verify_training(folder) if training else check(folder)
     if mbridge:
         from ckpt_tools.mbridge import add_predictions
 
