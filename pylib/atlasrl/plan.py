@@ -195,7 +195,7 @@ def _environment(recipe: Recipe, site: Site, run: RunDir) -> dict[str, Value]:
     environment["PYTHONPATH"] = Value(f"{ROOT / 'pylib'}:{ROOT}", "this clone's code on every node")
     environment["RAY_AUTH_MODE"] = Value("token", "a cluster of ours takes only our own clients")
     environment["RAY_AUTH_TOKEN_PATH"] = Value(str(run.path / "ray.token"), "one token per run, readable by its owner")
-    if site.kind != "local":
+    if not site.shares_host:
         environment.pop("GLOO_SOCKET_IFNAME", None)  # loopback, for nodes that share this machine
     if site.nic:
         reason = "the site's `nic`: one interface for all"
@@ -243,7 +243,7 @@ def ray_node(plan: Plan, attempt: int, rank: int, address: str, port_plan: ports
 
 def planned_addresses(plan: Plan) -> list[str]:
     """What can be known of the nodes' addresses before the job runs: all of them on one machine, else placeholders."""
-    if plan.site.kind == "local":
+    if plan.site.shares_host:
         return [local_address(rank) for rank in range(plan.nodes)]
     return [f"<address of node{rank}>" for rank in range(plan.nodes)]
 
@@ -260,7 +260,7 @@ def port_seed(plan: Plan, attempt: int) -> str:
 
 def port_slot(plan: Plan, rank: int) -> tuple[int, int]:
     """This node's number among those that share its host, and how many they are."""
-    return (rank, plan.nodes) if plan.site.kind == "local" else (0, 1)
+    return (rank, plan.nodes) if plan.site.shares_host else (0, 1)
 
 
 def local_address(rank: int) -> str:

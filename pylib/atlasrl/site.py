@@ -118,6 +118,9 @@ class Site(Section):
     description: str = ""
     kind: Literal["local", "slurm", "ssh"] = "local"
     nic: Word | None = Field(None, description="network interface of Ray, HCCL, GLOO and vLLM; absent: by the route")
+    one_host: bool = Field(
+        False, description="slurm: all nodes are daemons on this machine; each gets a loopback address"
+    )
     runs: PathLike | None = Field(None, description="where runs are made, seen by every node; absent: ./runs")
     shared: list[PathLike] = Field([], description="further folders that every node must see")
     scratch: PathLike = Field(Path("/tmp"), description="local disk of a node; Ray's temporary files; a short path")
@@ -128,6 +131,11 @@ class Site(Section):
     ssh: Ssh | None = None
     ray: RayLimits = RayLimits()
     life: Life = Life()
+
+    @property
+    def shares_host(self) -> bool:
+        """Whether the nodes share a machine, so that each needs ports and an address of its own there."""
+        return self.kind == "local" or self.one_host
 
     @model_validator(mode="after")
     def _has_its_section(self) -> Site:
