@@ -224,8 +224,16 @@ def plan_cast(checkpoint: Checkpoint, target: Path, mtp: str = "keep", keep_buff
     return plan
 
 
-def _plan_shard(checkpoint, target, name, file, members, kept, block) -> tuple[ShardJob, Header]:
-    """One output shard and the header it will have."""
+def _plan_shard(
+    checkpoint: Checkpoint,
+    target: Path,
+    name: str,
+    file: str,
+    members: list[Tensor],
+    kept: dict[str, str],
+    block: tuple[int, int],
+) -> tuple[ShardJob, Header]:
+    """Plan the output shard `name` from these tensors of the source's `file`; also returns the header it will have."""
     source_header = checkpoint.headers[file]
     layout = output_layout(members)
     text = header_bytes(layout, {**(source_header.metadata or {}), "format": "pt"})

@@ -35,7 +35,7 @@ def test_a_large_checkpoint_is_the_reference_formula_bit_for_bit(tmp_path):
     cast(tmp_path / "fp8", tmp_path / "bf16", workers=2)
     for path in sorted((tmp_path / "fp8").glob("*.safetensors")):
         with safe_open(path, "pt") as before, safe_open(tmp_path / "bf16" / path.name, "pt") as after:
-            for name in after.keys():
+            for name in sorted(after.keys()):
                 weight, scale = before.get_tensor(name), before.get_tensor(f"{name}_scale_inv")
                 wide = scale.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)
                 expected = (weight.float() * wide[:, : weight.shape[1]]).to(torch.bfloat16)

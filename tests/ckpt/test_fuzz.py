@@ -17,7 +17,10 @@ from ckpt_tools.index import parse_index
 from ckpt_tools.verify import verify
 
 FEW = settings(
-    max_examples=int(os.environ.get("CKPT_FUZZ_EXAMPLES", 60)), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("CKPT_FUZZ_EXAMPLES", 60)),
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 names = st.one_of(st.text(max_size=12), st.sampled_from(["__metadata__", "a", "model.layers.0.w", "../x", "\x00"]))
