@@ -26,7 +26,7 @@ DISMISS_SECONDS = 30
 def own_address(node: Node) -> str:
     """The IPv4 address by which the other nodes reach this one."""
     site = node.plan.site
-    if site.kind == "local":
+    if site.shares_host:
         return plans.local_address(node.rank)
     if site.nic:
         return addresses.of_interface(site.nic, node.name)

@@ -164,7 +164,7 @@ def start(nodes: int, folder: Path, mode: str | None = None, keep_running: bool 
         log = folder / "keeper.log"
         raise RuntimeError(f"the cluster did not start: {log.read_text() if log.exists() else 'see above'}")
     cluster = Cluster(folder, json.loads(answer), keeper)
-    nic = "nic: eth0" if mode == "namespaces" else ""
+    nic = "nic: eth0" if mode == "namespaces" else "one_host: true"
     cluster.site.write_text(SITE.format(nodes=nodes, mode=mode, nic=nic, shared=cluster.shared))
     return cluster
 

@@ -33,13 +33,13 @@ CANN_VERSIONS = (
 )
 
 
-def answer(plan: Plan, node: str) -> dict:
+def answer(plan: Plan, node: str, rank: int) -> dict:
     """This node's address and facts; `faults` holds what is wrong by itself, in whole sentences."""
     told = {"node": node, "address": None, "faults": [], "facts": facts(plan), "held": {}}
     if short := missing_devices(plan, node):
         told["faults"].append(short)
     try:
-        told["address"] = own_address(plan, node)
+        told["address"] = own_address(plan, node, rank)
         told["held"] = {str(port): who for port, who in ports.held_ports().items()}
     except Fault as fault:
         told["faults"].append(str(fault))
@@ -61,8 +61,10 @@ def missing_devices(plan: Plan, node: str, folder: Path = Path("/dev")) -> str |
     )
 
 
-def own_address(plan: Plan, node: str) -> str:
+def own_address(plan: Plan, node: str, rank: int) -> str:
     """The IPv4 address by which the other nodes of the job reach this one. Raises Fault."""
+    if plan.site.shares_host:
+        return plans.local_address(rank)
     if plan.site.nic:
         return addresses.of_interface(plan.site.nic, node)
     return addresses.of_host(platform.node(), node)

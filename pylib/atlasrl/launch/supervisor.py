@@ -156,7 +156,7 @@ class Supervisor:
         started, limits, nodes = time.monotonic(), self.plan.site.ray, len(self.here.names)
         deadline = limits.deadline + limits.deadline_per_node * (nodes - 1)
         meeting.order(do="answer", attempt=number)
-        meeting.report("answered", number, answer=checkin.answer(self.plan, meeting.name))
+        meeting.report("answered", number, answer=checkin.answer(self.plan, meeting.name, self.here.rank))
         self.await_all(("answered",), number, deadline)
         if silent := meeting.silent(("answered",), number):
             raise Fault(
@@ -254,7 +254,9 @@ class Supervisor:
                 return 0
             number = order["attempt"]
             if order["do"] == "answer":
-                self.meeting.report("answered", number, answer=checkin.answer(self.plan, self.meeting.name))
+                self.meeting.report(
+                    "answered", number, answer=checkin.answer(self.plan, self.meeting.name, self.here.rank)
+                )
             else:
                 code, message = self.run_node(self.run.attempt(number), order["ports"])
                 self.meeting.report("ended", number, exit=code, message=message)
@@ -266,7 +268,9 @@ class Supervisor:
         Returns:
             Exit code (negative: killed by that signal) and last words.
         """
-        rank, env = self.here.rank, os.environ | {"ATLASRL_JOB": self.here.job, "ATLASRL_PORTS": str(first_port)}
+        rank, env = self.here.rank, os.environ | {"ATLASRL_JOB": self.here.job}
+        if not self.plan.site.shares_host:  # there each node has a block of its own
+            env |= {"ATLASRL_PORTS": str(first_port)}
         attempt.logs.mkdir(parents=True, exist_ok=True)
         self.node = processes.spawn(
             [self.plan.python, "-m", "atlasrl.node", str(self.run.path), str(attempt.number), str(rank)],
