@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.recipe import RECIPES, load, parse
@@ -142,7 +144,21 @@ def compose():
     return composed
 
 
-TEXTS = ["/a b/c", "it's", "back\\slash", "tail\\", "quo'te\\", "a,b=[c]{d}:e", "$HOME", "µ", "'", "\\'", "", "null"]
+TEXTS = [
+    "/a b/c",
+    "it's",
+    "back\\slash",
+    "tail\\",
+    "quo'te\\",
+    "a\\b'c\\\\'",
+    "a,b=[c]{d}:e",
+    "$HOME",
+    "µ",
+    "'",
+    "\\'",
+    "",
+    "null",
+]
 VALUES = [None, True, -1, 1e-6, 0.28, [1, "a b"], {"k": "v w", "n": None}]
 
 
@@ -185,6 +201,16 @@ def test_a_key_that_verl_does_not_know_is_one_line(compose):
     with pytest.raises(Fault, match=r"trainer\.loger.*a new key needs \+\+") as told:
         compose(CPU, verl={"trainer.loger": ["console"]})
     assert "\n" not in str(told.value)
+
+
+@given(text=st.text(alphabet="a\\'\"$,=[]{}: ", max_size=8))
+@settings(max_examples=150, deadline=None)
+def test_any_text_is_read_back_by_hydra_s_own_parser(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    assume("${" not in text)  # an interpolation is meant as one
+    value = OverridesParser.create().parse_override(str(Override("k", text, "r"))).value()
+    assert getattr(value, "text", value) == text
 
 
 def test_an_override_prints_as_hydra_reads_it():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+
+BEFORE_QUOTE = re.compile(r"(\\*)('|\Z)")
+"""Backslashes before a quote or the end: the only ones that hydra takes for escapes (hydra 1.3, quoted values)."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +30,9 @@ def hydra_text(value) -> str:
     "['a b',null,true,1e-06]"
     """
     if isinstance(value, str):
-        # Backslashes only need care before a quote or at the end (hydra 1.3, "Escaping").
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if _needs_care(value) else f"'{value}'"
+        return "'" + BEFORE_QUOTE.sub(lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(hydra_text(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{hydra_text(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)
-
-
-def _needs_care(text: str) -> bool:
-    return "'" in text or text.endswith("\\")
