@@ -82,13 +82,13 @@ def note_signals() -> None:
 
 
 def check_interrupted(node: Node, *, saves_itself: bool = False) -> None:
-    """Raise Stopped when a signal came or a stop was requested.
+    """Raise Stopped when a signal came or, on rank 0, a stop was requested: the others must stay while it saves.
 
     `saves_itself`: the running stage sees a stop request that asks for a checkpoint and ends by itself.
     """
     if _signals:
         raise Stopped(f"{node.name} received {signal.Signals(_signals[0]).name}")
-    if node.attempt.stop_request.exists():
+    if node.rank == 0 and node.attempt.stop_request.exists():
         with contextlib.suppress(OSError, ValueError):
             if saves_itself and json.loads(node.attempt.stop_request.read_text()).get("save"):
                 return

@@ -21,7 +21,7 @@ from typing import Protocol
 from atlasrl import checkpoints, outcome, processes
 from atlasrl import plan as plans
 from atlasrl.errors import Fault
-from atlasrl.launch import allocation, checkin, submission
+from atlasrl.launch import allocation, checkin, hostlist, submission
 from atlasrl.launch.meeting import POLL_SECONDS, Meeting, read
 from atlasrl.outcome import Facts, Outcome
 from atlasrl.rundir import AttemptDir, RunDir, read_json_lines, write_atomically
@@ -105,9 +105,14 @@ class Supervisor:
 
     def close_earlier_attempts(self, current: AttemptDir) -> None:
         """Write down how attempts ended that could not do so themselves: their head lost its power, or was killed."""
+        nodes = {event["attempt"]: event["nodes"] for event in self.run.events() if event["event"] == "allocated"}
         for attempt in self.run.attempts():
-            if attempt.number < current.number and not attempt.outcome.exists():
-                words = "ended without a word: its head node was lost, or the scheduler killed the job"
+            if attempt.number < current.number and attempt.ending() is None:
+                before = hostlist.compress(nodes.get(attempt.number, ["unknown nodes"]))
+                words = (
+                    f"ended without a word on {before}: a node was lost, or the scheduler killed the job; now on "
+                    f"{hostlist.compress(self.here.names)}"
+                )
                 self.settle(attempt, Outcome("node failure", "leave", words), code=1)
 
     def run_attempt(self, attempt: AttemptDir) -> Outcome:
