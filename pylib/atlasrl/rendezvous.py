@@ -134,9 +134,10 @@ def wait_for_turn(node: Node, window: int, deadline: float) -> None:
     """Let at most `window` nodes join at a time: Ray gives a raylet 30 s, and Python imports share this machine."""
 
     def turn() -> bool:
-        return not window or len(json.loads(node.attempt.cluster.read_text())["alive"]) + window > node.rank
+        return len(json.loads(node.attempt.cluster.read_text())["alive"]) + window > node.rank
 
-    _wait(node, deadline, f"node{node.rank - window} to join first", lambda: turn() or None)
+    if 0 < window <= node.rank:
+        _wait(node, deadline, f"node{node.rank - window} to join first", lambda: turn() or None)
 
 
 def _wait(node: Node, deadline: float, what: str, attain: Callable):
