@@ -30,7 +30,7 @@ SIZES = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 1280,  # 40 times the original: what yarn was made for
     "rope_theta": 10000.0,
     "rope_scaling": {
         "type": "yarn",
