@@ -4,6 +4,7 @@ DEVICE ?= $(shell test -e /dev/davinci0 && echo npu || echo cpu)
 VENV   := $(or $(ATLASRL_VENV),.venv)
 READY  := $(VENV)/ready-$(DEVICE)
 PYTEST := env/python -m pytest
+FAST   := not verl and not cluster and not training and not browser and not nightly
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train resume status logs stop tensorboard compare test test-fast bench lint clean \
@@ -38,14 +39,14 @@ tensorboard: $(READY) ## serve the curves of all runs on this machine's loopback
 	@bin/tensorboard $(ARGS)
 
 compare: $(READY) ## is RUN aligned with BASELINE?
-	@bin/compare $(RUN) $(BASELINE) $(ARGS)
+	@bin/compare $(RUN) --baseline $(BASELINE) $(ARGS)
 
 test: $(READY) ## all tests: fast ones first, then real clusters and training
-	@$(PYTEST) -m "not verl and not cluster and not training and not nightly" $(ARGS)
-	@$(PYTEST) -m "(verl or cluster or training) and not nightly" $(ARGS)
+	@$(PYTEST) -m "$(FAST)" $(ARGS)
+	@$(PYTEST) -m "not ($(FAST)) and not nightly" $(ARGS)
 
 test-fast: $(READY) ## tests without clusters, torch workers or training
-	@$(PYTEST) -m "not verl and not cluster and not training and not nightly" $(ARGS)
+	@$(PYTEST) -m "$(FAST)" $(ARGS)
 
 bench: $(READY) ## measure against named references, as ratios
 	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; env/python $$bench || exit 1; done
