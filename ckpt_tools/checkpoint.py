@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ckpt_tools.errors import Fault, UsageFault
@@ -19,7 +20,7 @@ SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.
 SINGLE = "model.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """A folder as it lies on disk.
 
@@ -34,17 +35,25 @@ class Checkpoint:
     config: dict
     strangers: tuple[Header, ...] = ()
 
-    def locations(self) -> dict[str, list[str]]:
-        """Which files hold each tensor, by their headers; more than one is a defect."""
+    @cached_property
+    def _locations(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for file, header in self.headers.items():
             for name in header.tensors:
                 found.setdefault(name, []).append(file)
         return found
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name; of a name that several shards hold, the last."""
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
         return {name: tensor for header in self.headers.values() for name, tensor in header.tensors.items()}
+
+    def locations(self) -> dict[str, list[str]]:
+        """Which files hold each tensor, by their headers; more than one is a defect. Not to be changed."""
+        return self._locations
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name; of a name that several shards hold, the last. Not to be changed."""
+        return self._tensors
 
     @property
     def nbytes(self) -> int:
