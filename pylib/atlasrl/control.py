@@ -77,7 +77,14 @@ def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str 
     wait_until_let_go(run)
     if steps is not None:
         recipe = plan.recipe.model_copy(update={"steps": steps})
-        remade = plans.make(recipe, plan.site, run, nodes=plan.nodes, devices_per_node=plan.devices_per_node)
+        remade = plans.make(
+            recipe,
+            plan.site,
+            run,
+            nodes=plan.nodes,
+            devices_per_node=plan.devices_per_node,
+            allow_oom_risk=plan.allow_oom_risk,
+        )
         plan = replace(remade, notes=plan.notes)
     total = plan.recipe.steps
     if step == 0:

@@ -19,6 +19,7 @@ from atlasrl import site as sites
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.launch import ports
 from atlasrl.launch.addresses import INTERFACES
+from atlasrl.memory import verdict
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import RunDir
 from atlasrl.site import Site
@@ -54,6 +55,7 @@ class Plan:
     python: str
     environment: dict[str, Value]
     overrides: list[Override]
+    allow_oom_risk: bool = False
     notes: dict[str, Value] = field(default_factory=dict)
 
     @property
@@ -93,7 +95,13 @@ class Plan:
 
 
 def make(
-    recipe: Recipe, site: Site, run: RunDir, *, nodes: int | None = None, devices_per_node: int | None = None
+    recipe: Recipe,
+    site: Site,
+    run: RunDir,
+    *,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    allow_oom_risk: bool = False,
 ) -> Plan:
     """Resolve a recipe for a site.
 
@@ -112,6 +120,8 @@ def make(
     notes["devices_per_node"] = Value(devices, "the recipe's `devices_per_node`")
     _check_split(recipe, nodes * devices)
 
+    sentence, _ = verdict.in_one_line(recipe, nodes, devices)
+    notes["device memory"] = Value(sentence, "predicted by atlasrl.memory; bin/memory shows each term")
     train = str(recipe.data.train or run.input / "train.parquet")
     val = recipe.data.val or (run.input / "val.parquet" if recipe.inputs else None)
     model = str(recipe.model.cast_path or run.model)
@@ -137,6 +147,7 @@ def make(
         python=str(site.python or sys.executable),
         environment=_environment(recipe, site, run),
         overrides=overrides,
+        allow_oom_risk=allow_oom_risk,
         notes=notes,
     )
 

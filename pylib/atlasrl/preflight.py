@@ -16,6 +16,7 @@ import psutil
 from atlasrl import machine, stack
 from atlasrl import plan as plans
 from atlasrl.errors import Fault
+from atlasrl.memory import verdict
 from atlasrl.plan import Plan
 from atlasrl.rundir import RunDir
 
@@ -26,6 +27,7 @@ def checks(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[], str]]]:
     """Names and checks; a check returns what it found or raises a Fault."""
     yield "versions", lambda: check_versions(plan)
     yield "memory", lambda: check_memory(plan)
+    yield "device memory", lambda: check_device_memory(plan)
     yield "shared memory", check_shared_memory
     yield "disk", lambda: check_disk(plan)
     if rank == 0:
@@ -48,6 +50,14 @@ def check_memory(plan: Plan) -> str:
     if plan.site.kind == "local":
         return machine.check_memory(Path(plan.model_input), plan.nodes, plan.devices_per_node)
     return f"{psutil.virtual_memory().available / 1e9:.0f} GB available"
+
+
+def check_device_memory(plan: Plan) -> str:
+    """What the memory model predicts for the tightest stage and phase."""
+    sentence, fits = verdict.in_one_line(plan.recipe, plan.nodes, plan.devices_per_node)
+    if fits is False and not plan.allow_oom_risk:
+        raise Fault(f"{sentence}; see bin/memory for remedies, or start with --allow-oom-risk")
+    return sentence
 
 
 def check_shared_memory() -> str:

@@ -20,9 +20,10 @@ from atlasrl.cli import command
     "--runs", "folder", type=click.Path(file_okay=False), help="Folder of runs. Default: the site's, or runs/."
 )
 @click.option("--follow/--detach", default=False, help="Watch until the end, or return with the job id (default).")
+@click.option("--allow-oom-risk", is_flag=True, help="Start although the memory model says that it will not fit.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The plan, or the job, as JSON.")
-def main(recipe, name, nodes, devices, site, changes, folder, follow, dry_run, as_json):
+def main(recipe, name, nodes, devices, site, changes, folder, follow, allow_oom_risk, dry_run, as_json):
     """Train RECIPE: a name in jobs/recipes, or a YAML file.
 
     \b
@@ -44,7 +45,7 @@ def main(recipe, name, nodes, devices, site, changes, folder, follow, dry_run, a
     if cluster.kind == "local" and not dry_run:
         model = loaded.model.path or run.input / "model"
         machine.check_memory(model, nodes or loaded.nodes, devices or loaded.devices_per_node)
-    plan = plans.make(loaded, cluster, run, nodes=nodes, devices_per_node=devices)
+    plan = plans.make(loaded, cluster, run, nodes=nodes, devices_per_node=devices, allow_oom_risk=allow_oom_risk)
     if dry_run:
         click.echo(plan.to_json() if as_json else control.preview(plan), nl=not as_json)
         return
