@@ -14,6 +14,7 @@ from pathlib import Path
 from atlasrl.rundir import write_atomically
 
 POLL_SECONDS = 0.2
+REPORT_SECONDS = 60  # from the end of rank 0's node process to those of the others: they end their Ray first
 LEAD_LOST_SECONDS = 120  # without a sign of rank 0 the others leave; Slurm would end them, bare hosts would not
 SIGN_SECONDS = 5
 
@@ -58,7 +59,8 @@ class Meeting:
         """Show the others that rank 0 lives. Clocks of different hosts are never compared."""
         if time.monotonic() > self._next_sign:
             self._next_sign = time.monotonic() + SIGN_SECONDS
-            write_atomically(self.folder / "sign.json", json.dumps({"sign": time.monotonic_ns()}) + "\n")
+            with contextlib.suppress(OSError):  # the disk may be full for a while
+                write_atomically(self.folder / "sign.json", json.dumps({"sign": time.monotonic_ns()}) + "\n")
 
     # --- the others ---
 
@@ -67,8 +69,16 @@ class Meeting:
         return read(self.folder / "order.json")
 
     def report(self, state: str, attempt: int, **words) -> None:
-        words = {"state": state, "attempt": attempt, **words}
-        write_atomically(self.folder / f"task{self.rank}.json", json.dumps(words) + "\n")
+        """Tell rank 0; while the disk is full, again until it has made room."""
+        text = json.dumps({"state": state, "attempt": attempt, **words}) + "\n"
+        limit = time.monotonic() + REPORT_SECONDS
+        while True:
+            try:
+                return write_atomically(self.folder / f"task{self.rank}.json", text)
+            except OSError:
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(POLL_SECONDS)
 
     def lead_is_lost(self) -> bool:
         """Whether rank 0 has been silent for too long."""

@@ -22,12 +22,11 @@ from atlasrl import checkpoints, outcome, processes
 from atlasrl import plan as plans
 from atlasrl.errors import Fault
 from atlasrl.launch import allocation, checkin, hostlist, submission
-from atlasrl.launch.meeting import POLL_SECONDS, Meeting, read
+from atlasrl.launch.meeting import POLL_SECONDS, REPORT_SECONDS, Meeting, read
 from atlasrl.outcome import Facts, Outcome
 from atlasrl.rundir import AttemptDir, RunDir, read_json_lines, write_atomically
 from atlasrl.site import Life
 
-REPORT_SECONDS = 60  # from the end of rank 0's node process to those of the others: they end their Ray first
 LAST_CALL_SECONDS = 60  # before the allocation's end: an unfinished save is given up, while a requeue is possible
 LOOK_SECONDS = 5  # between looks at the clock of the allocation
 BALLAST_BYTES = 2**20
@@ -95,6 +94,13 @@ class Supervisor:
         """Room on the run's disk that is given up when the disk is full, so that the end can be written down."""
         return self.meeting.folder / "ballast"
 
+    def make_room(self) -> bool:
+        """Whether the disk is full; if so, there is now room to write the end down."""
+        full = shutil.disk_usage(self.run.path).free < BALLAST_BYTES
+        if full:
+            self.ballast.unlink(missing_ok=True)
+        return full
+
     def newest_checkpoint(self) -> str | None:
         newest = next(iter(checkpoints.complete(self.run)), None)
         return str(newest.path) if newest else None
@@ -128,12 +134,11 @@ class Supervisor:
         else:
             self.meeting.order(do="run", attempt=number, ports=first_port)
             code, message = self.run_node(attempt, first_port)
+            full = self.make_room()
             self.await_all(("ended",), number, REPORT_SECONDS)
             lost = self.meeting.silent(("ended",), number)
-            stage_exit = self.failed_stage(number)
-        if shutil.disk_usage(self.run.path).free < BALLAST_BYTES:
-            self.ballast.unlink(missing_ok=True)
-            message, stage_exit = f"No space left on the disk of {self.run.path}: {message}", outcome.FAULT
+            stage_exit = outcome.FAULT if full else self.failed_stage(number)
+            message = f"No space left on the disk of {self.run.path}: {message}" if full else message
         facts = Facts(
             exit=code,
             message=message,
