@@ -65,6 +65,8 @@ def follow(attempt: AttemptDir, job_is_alive: Callable[[AttemptDir], bool], cons
                 words = f"attempt {attempt.number}: {outcome['kind']}: {outcome['message']} -> {outcome['action']}"
                 console.print(words, highlight=False, soft_wrap=True, markup=False)
                 attempt, last = following, None
+            elif outcome and not alive:
+                return outcome
             elif not alive:
                 raise Fault(
                     f"job of attempt {attempt.number} is gone without an outcome, at step {now.step} of {now.total}: "
