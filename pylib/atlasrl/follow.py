@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -70,10 +71,18 @@ def follow(attempt: AttemptDir, job_is_alive: Callable[[AttemptDir], bool], cons
             elif not alive:
                 raise Fault(
                     f"job of attempt {attempt.number} is gone without an outcome, at step {now.step} of {now.total}: "
-                    f"{last_line(attempt.logs / 'node0.log')}; logs: bin/logs {attempt.run.name}; continue with: "
+                    f"{last_words(attempt)}; logs: bin/logs {attempt.run.name}; continue with: "
                     f"bin/resume {attempt.run.name}"
                 )
             time.sleep(POLL_SECONDS)
+
+
+def last_words(attempt: AttemptDir) -> str:
+    """What an attempt without an outcome left behind; before its first node began, the batch script's own log."""
+    job = json.loads(attempt.job.read_text())
+    batch = attempt.run.path / job["site"] / f"{job.get('id')}_0_log.out"
+    log = attempt.logs / "node0.log"
+    return last_line(log if log.exists() or not batch.exists() else batch)
 
 
 def summary(progress: Progress) -> str:
