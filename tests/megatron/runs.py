@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def start_run(path: Path, recipe: recipes.Recipe) -> RunDir:
         recipe, sites.load("local"), run, nodes=1, devices_per_node=recipe.nodes * recipe.devices_per_node
     )
     run.plan.write_text(plan.to_json())
+    Path(str(plan.environment["RAY_AUTH_TOKEN_PATH"].value)).write_text(secrets.token_hex(32))
     run.checkpoints.mkdir()
     return run
 
