@@ -42,11 +42,11 @@ compare: $(READY) ## is RUN aligned with BASELINE?
 	@bin/compare $(RUN) --baseline $(BASELINE) $(ARGS)
 
 test: $(READY) ## all tests: fast ones first, then real clusters and training
-	@$(PYTEST) -m "$(FAST)" $(ARGS)
+	@$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
 	@$(PYTEST) -m "not ($(FAST)) and not nightly" $(ARGS)
 
 test-fast: $(READY) ## tests without clusters, torch workers or training
-	@$(PYTEST) -m "$(FAST)" $(ARGS)
+	@$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
 
 bench: $(READY) ## measure against named references, as ratios
 	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; env/python $$bench || exit 1; done
