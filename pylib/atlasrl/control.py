@@ -33,8 +33,12 @@ def create(plan: Plan, recipe: str) -> None:
     """Make the run directory.
 
     Raises:
-        UsageFault: the run exists; it is continued with bin/resume, never started over in place.
+        UsageFault: the run exists; it is continued with bin/resume, never started over in place. Or its launcher says
+            at once that the job cannot be submitted.
     """
+    launcher = importlib.import_module(f"atlasrl.launch.{plan.site.kind}")
+    if hasattr(launcher, "check"):
+        launcher.check(plan)
     run = plan.rundir
     try:
         run.path.mkdir(parents=True)
@@ -74,6 +78,7 @@ def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str 
         Fault: somebody writes the run, nothing complete to continue from, or nothing left to do.
     """
     plan = plans.load(run)
+    _refuse_queued(run)
     wait_until_let_go(run)
     if steps is not None:
         recipe = plan.recipe.model_copy(update={"steps": steps})
@@ -150,10 +155,20 @@ def _launcher(job: dict):
     return importlib.import_module(f"atlasrl.launch.{job['site']}")
 
 
-def _withdraw(attempt: AttemptDir) -> bool:
-    """Take a job back that only waits in a queue; no process of it would see a stop request."""
-    job = json.loads(attempt.job.read_text())
-    return hasattr(_launcher(job), "withdraw") and _launcher(job).withdraw(attempt, job)
+def _is_waiting(job: dict) -> bool:
+    """Whether a job only waits in a scheduler's queue."""
+    return hasattr(_launcher(job), "is_waiting") and _launcher(job).is_waiting(job)
+
+
+def _refuse_queued(run: RunDir) -> None:
+    """Refuse to continue a run that continues by itself. Raises Fault."""
+    for attempt in run.attempts()[-1:]:
+        job = json.loads(attempt.job.read_text())
+        if _is_waiting(job):
+            raise Fault(
+                f"job {job['id']} of run {run.name} waits in the queue and continues the run by itself; to continue it "
+                f"otherwise take the job back first: bin/stop {run.name}"
+            )
 
 
 def stop(run: RunDir, *, save: bool, deadline: float) -> str:
@@ -177,7 +192,9 @@ def stop(run: RunDir, *, save: bool, deadline: float) -> str:
         attempt = run.attempts()[-1]  # a job may start again by itself just now
         if not attempt.stop_request.exists():
             write_atomically(attempt.stop_request, json.dumps({"save": save, "time": round(time.time(), 3)}) + "\n")
-        if _withdraw(attempt):
+        job = json.loads(attempt.job.read_text())
+        if _is_waiting(job):
+            _launcher(job).cancel(attempt, job)
             return "its job was waiting in the queue and was taken back"
         alive = is_alive(attempt)
         if attempt.outcome.exists() and not alive:
@@ -185,6 +202,5 @@ def stop(run: RunDir, *, save: bool, deadline: float) -> str:
         if not alive and not run.writer():
             return "its job is gone; nothing was running any more"
         time.sleep(0.2)
-    job = json.loads(attempt.job.read_text())
     _launcher(job).cancel(attempt, job)
     return f"did not end within {deadline:.0f} s; its job {job['id']} was cancelled"

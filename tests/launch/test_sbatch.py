@@ -122,7 +122,7 @@ def test_hostile_words_stay_words():
 @pytest.fixture
 def canary(tmp_path):
     """Run the canary as a node would, with a run folder that holds the token."""
-    (tmp_path / "canary").write_text("t0k3n\n")
+    (tmp_path / "canary-t0k3n").touch()
 
     def run(folder=tmp_path, token="t0k3n", python="/bin/sh", *needed):
         words = ["bash", "-c", canary_text.CANARY, "canary", str(folder), token, python, *needed]
@@ -140,7 +140,7 @@ def test_the_canary_passes_a_good_node(canary, tmp_path):
 def test_the_canary_names_the_node_and_what_it_lacks(canary, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    (other / "canary").write_text("older\n")
+    (other / "canary-older").touch()
     for result, words in (
         (canary(tmp_path / "absent"), "does not see"),
         (canary(other), "is another folder there"),

@@ -17,9 +17,9 @@ from atlasrl.site import Ssh
 EVIL = 'it\'s; $(touch owned) `id` "x"'
 
 
-def plan_for(tmp_path: Path, hosts, *, nodes: int = 2, **site):
+def plan_for(folder: Path, hosts, *, nodes: int = 2, **site):
     site = sites.parse({"kind": "ssh", "ssh": {"hosts": hosts}, **site}, "test")
-    return plans.make(recipes.load("moonlight-16b-dapo"), site, RunDir(tmp_path / "run"), nodes=nodes)
+    return plans.make(recipes.load("moonlight-16b-dapo"), site, RunDir(folder / "run"), nodes=nodes)
 
 
 @pytest.fixture
@@ -77,13 +77,13 @@ def test_a_host_that_looks_like_an_option_stays_a_host():
     assert ssh.command(Ssh(hosts=["-oProxyCommand=touch owned"]), "-oProxyCommand=touch owned")[-3] == "--"
 
 
-def test_spares_are_shown_and_too_few_hosts_are_refused(tmp_path):
-    shown = ssh.preview(plan_for(tmp_path, ["a", "b", "c"]))
+def test_spares_are_shown_and_too_few_hosts_are_refused():
+    shown = ssh.preview(plan_for(Path("/srv"), ["a", "b", "c"]))
     assert "hosts        a, b\n" in shown and "spares       c" in shown
     with pytest.raises(UsageFault, match="2 nodes are asked for and the site lists 1 hosts"):
-        ssh.preview(plan_for(tmp_path, ["a"]))
+        ssh.preview(plan_for(Path("/srv"), ["a"]))
     with pytest.raises(UsageFault, match="stands twice"):
-        ssh.preview(plan_for(tmp_path, ["a", "a"]))
+        ssh.preview(plan_for(Path("/srv"), ["a", "a"]))
 
 
 def test_set_up_lines_run_before_the_task_and_hostile_paths_stay_words(remote, tmp_path):

@@ -20,12 +20,17 @@ NODE_LOCAL_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "squashfs"}
 CANARY = r"""
 fail() { echo "error: ${SLURMD_NODENAME:-$(hostname)}: $1" >&2; exit 1; }
 folder=$1 token=$2 python=$3; shift 3
-seen=$(cat "$folder/canary" 2>/dev/null)
-[ -n "$seen" ] || fail "does not see $folder; mount the shared filesystem there, or exclude the node"
-[ "$seen" = "$token" ] || fail "$folder is another folder there than where the job was submitted; check its mounts"
+[ -d "$folder" ] || fail "does not see $folder; mount the shared filesystem there, or exclude the node"
+[ -e "$folder/canary-$token" ] || fail "$folder is another folder there than at the submission; compare its mounts"
 [ -x "$python" ] || fail "has no $python; the environment must lie on the shared filesystem or be set up on each node"
 for path in "$@"; do [ -e "$path" ] || fail "does not see $path, which the site or the recipe needs"; done
 """.strip()
+
+
+def place(folder: Path, token: str) -> None:
+    """Make the folder with the file by which nodes recognise it; one per submission, since an older job may wait."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"canary-{token}").touch()
 
 
 def refuse_node_local(path: Path, mounts: Path = Path("/proc/mounts")) -> None:

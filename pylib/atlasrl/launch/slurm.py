@@ -18,7 +18,7 @@ from atlasrl.errors import Fault, UsageFault
 from atlasrl.launch import canary, squeue
 from atlasrl.launch.supervisor import JobTask, lead_seconds
 from atlasrl.plan import Plan
-from atlasrl.rundir import AttemptDir, write_atomically
+from atlasrl.rundir import AttemptDir
 from atlasrl.site import Site, minutes_of
 
 
@@ -39,7 +39,8 @@ def parameters(
     Args:
         name: of the run, and so of the job.
         python: interpreter of the tasks, as the nodes see it.
-        folder: where Slurm and submitit write; must exist with a file `canary` that holds `token`.
+        folder: where Slurm and submitit write.
+        token: of the canary file there.
         lead_seconds: how long before the time limit SIGUSR2 is sent to the tasks.
         needed: paths that every node must see.
         pythonpath: where the tasks find this package; not taken from the submitting shell.
@@ -106,6 +107,11 @@ def _command(python: Path, folder: Path) -> str:
     return shlex.join([str(python), "-u", "-m", "submitit.core._submit", str(folder)])
 
 
+def check(plan: Plan) -> None:
+    """Refuse, before anything is made, what could not be submitted. Raises UsageFault."""
+    job_parameters(plan, "")
+
+
 def job_parameters(plan: Plan, token: str) -> dict:
     """Parameters of the batch job of a plan. Raises UsageFault."""
     canary.refuse_node_local(Path(plan.run))
@@ -147,8 +153,7 @@ def submit(plan: Plan, attempt: AttemptDir) -> str:
 
     folder, token = folder_of(plan), secrets.token_hex(8)
     chosen = job_parameters(plan, token)
-    folder.mkdir(exist_ok=True)
-    write_atomically(folder / "canary", token + "\n")
+    canary.place(folder, token)
     executor = SlurmExecutor(folder, python=shlex.quote(plan.python))
     executor.parameters.update(chosen)  # update_parameters() would convert sizes and refuse None
     try:
@@ -184,13 +189,10 @@ def describe(job: dict) -> str:
     return f"Slurm: {state.state}{waits}"
 
 
-def withdraw(attempt: AttemptDir, job: dict) -> bool:
-    """Cancel a job that waits in the queue; False when it does not wait."""
+def is_waiting(job: dict) -> bool:
+    """Whether a job waits in the queue, new or requeued: no process of it reads a stop request."""
     state = squeue.state_lately(job["id"]) if job.get("id") else None
-    if state is None or state.state not in squeue.WAITING:
-        return False
-    cancel(attempt, job)
-    return True
+    return state is not None and state.state in squeue.WAITING
 
 
 def cancel(attempt: AttemptDir, job: dict) -> None:

@@ -79,7 +79,8 @@ def ask_all(ssh: Ssh, hosts: Sequence[str], script: str, arguments) -> dict[str,
 
 def preview(plan: Plan) -> str:
     """What would be run where, as text."""
-    hosts = _enough_hosts(plan)
+    check(plan)
+    hosts = plan.site.ssh.hosts
     lines = ["", f"hosts        {', '.join(hosts[: plan.nodes])}"]
     if spares := hosts[plan.nodes :]:
         lines.append(f"spares       {', '.join(spares)}")
@@ -95,10 +96,9 @@ def submit(plan: Plan, attempt: AttemptDir) -> str:
     """
     from atlasrl.launch.ssh_executor import SshExecutor
 
-    canary.refuse_node_local(Path(plan.run))
-    hosts, token, folder = _enough_hosts(plan), secrets.token_hex(8), folder_of(plan)
-    folder.mkdir(exist_ok=True)
-    write_atomically(folder / "canary", token + "\n")
+    check(plan)
+    hosts, token, folder = plan.site.ssh.hosts, secrets.token_hex(8), folder_of(plan)
+    canary.place(folder, token)
     words = [str(folder), token, plan.python, *map(str, canary.needed_by(plan))]
     answers = ask_all(plan.site.ssh, hosts, canary.CANARY, lambda host: words)
     unfit = [said.removeprefix("error: ") for fit, said in answers.values() if not fit]
@@ -168,13 +168,14 @@ def _record_of(run: RunDir, job: str) -> Path:
     return run.path / "ssh" / f"{job}_tasks.json"
 
 
-def _enough_hosts(plan: Plan) -> list[str]:
+def check(plan: Plan) -> None:
+    """Refuse, before anything is made, what could not be started. Raises UsageFault."""
+    canary.refuse_node_local(Path(plan.run))
     hosts = plan.site.ssh.hosts
     if len(set(hosts)) != len(hosts):
         raise UsageFault("a host stands twice in the site's ssh.hosts; each host is one node")
     if len(hosts) < plan.nodes:
         raise UsageFault(f"{plan.nodes} nodes are asked for and the site lists {len(hosts)} hosts; lower --nodes")
-    return hosts
 
 
 def _task_words(plan: Plan, job: str, hosts: list[str], rank: int) -> list[str]:
