@@ -61,7 +61,7 @@ def test_unfit_hosts_are_named_and_nothing_is_started(cluster, hosts):
 
 def test_only_processes_of_ours_are_signalled(cluster, hosts, tmp_path):
     """A pid that came back as somebody else's process must stay alone."""
-    cluster.on("node01", "bash", "-c", "sleep 300 & echo $! >/tmp/pid")
+    cluster.on("node01", "bash", "-c", "sleep 300 >/dev/null 2>&1 </dev/null & echo $! >/tmp/pid")
     pid = cluster.on("node01", "cat", "/tmp/pid").stdout.strip()
     run = RunDir(cluster.shared / "not-ours")
     (run.path / "ssh").mkdir(parents=True, exist_ok=True)
