@@ -54,13 +54,19 @@ def connect(plan: dict, recipe: Recipe) -> None:
     needed = plan["nodes"] * plan["devices_per_node"]
     resource = "GPU" if recipe.device == "cuda" else "NPU"
     address = os.environ.get("RAY_ADDRESS")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a private cluster's workers on a busy machine
+    # For a private Ray on a busy machine: workers are no background jobs (Ray: nice 15), and its daemons may start slowly.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     # verl reserves three CPUs per worker (max_colocate_count) and needs some for its own helpers.
     private = {"num_cpus": 3 * needed + 4, "resources": {resource: needed}, "include_dashboard": False}
     try:
         ray.init(address=address or "local", runtime_env={"env_vars": environment}, **({} if address else private))
-    except (ConnectionError, RuntimeError) as problem:
-        raise Fault(f"cannot reach Ray at {address}: {problem}; is the cluster of this attempt up?") from problem
+    except Exception as problem:  # Ray raises Exception itself when a daemon does not answer in time
+        where = f"reach Ray at {address}" if address else "start Ray on this machine"
+        text = " ".join(str(problem).split())
+        raise Fault(
+            f"cannot {where}: {text}; is the cluster of this attempt up, and the machine not overloaded?"
+        ) from problem
     have = ray.cluster_resources().get(resource, 0)
     if have < needed:
         raise Fault(
