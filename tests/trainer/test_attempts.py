@@ -30,7 +30,6 @@ def ray_address():
     """A Ray with two logical NPUs, owned by this process alone."""
     ray = pytest.importorskip("ray")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     context = ray.init(address="local", num_cpus=16, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
     yield context.address_info["gcs_address"]
     ray.shutdown()

@@ -54,9 +54,7 @@ def connect(plan: dict, recipe: Recipe) -> None:
     needed = plan["nodes"] * plan["devices_per_node"]
     resource = "GPU" if recipe.device == "cuda" else "NPU"
     address = os.environ.get("RAY_ADDRESS")
-    # For a private Ray on a busy machine: workers are no background jobs (Ray: nice 15), and its daemons may start slowly.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves a private cluster's workers on a busy machine
     # verl reserves three CPUs per worker (max_colocate_count) and needs some for its own helpers.
     private = {"num_cpus": 3 * needed + 4, "resources": {resource: needed}, "include_dashboard": False}
     try:
