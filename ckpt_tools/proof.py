@@ -12,7 +12,7 @@ from ckpt_tools.errors import Fault
 from ckpt_tools.plan import CastPlan, Move
 
 SAMPLE_TENSORS = 64
-SAMPLE_BYTES = 256 << 20
+SAMPLE_BYTES = 32 << 20
 """FP8 bytes to recompute at most; a smaller checkpoint is recomputed whole."""
 
 
