@@ -25,3 +25,11 @@ def cluster(slurm_installed):
     """Four nodes with their own addresses and host names, where this machine allows it."""
     with clusters.running(nodes=4) as running:
         yield running
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """A job of several nodes shares two cores with whatever else runs here; its own waits have deadlines."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.timeout(1800))

@@ -48,19 +48,19 @@ class Job:
         except AssertionError as late:
             raise AssertionError(f"{late}\n{self.story()}") from None
 
-    def wait_for_step(self, step: int, seconds: float = 300) -> None:
+    def wait_for_step(self, step: int, seconds: float = 600) -> None:
         self.wait(lambda: max(self.steps(), default=0) >= step, seconds, f"step {step}")
 
-    def wait_for_checkpoint(self, step: int, seconds: float = 300) -> None:
+    def wait_for_checkpoint(self, step: int, seconds: float = 600) -> None:
         self.wait(lambda: any(e["step"] >= step for e in self.events("checkpoint")), seconds, f"checkpoint {step}")
 
-    def wait_for_decision(self, number: int, seconds: float = 300) -> dict:
+    def wait_for_decision(self, number: int, seconds: float = 600) -> dict:
         """The decision after the number-th attempt (from 1)."""
         return self.wait(lambda: self.events("decided")[number - 1 : number], seconds, f"the end of attempt {number}")[
             0
         ]
 
-    def wait_for_requeue(self, attempt: int, seconds: float = 300) -> None:
+    def wait_for_requeue(self, attempt: int, seconds: float = 600) -> None:
         """Wait until the job runs again, as that attempt; Slurm's two minutes of delay are cut short."""
 
         def back() -> bool:
@@ -70,7 +70,7 @@ class Job:
 
         self.wait(back, seconds, f"job {self.id} to run again as attempt {attempt}")
 
-    def wait_for_end(self, seconds: float = 300) -> dict:
+    def wait_for_end(self, seconds: float = 600) -> dict:
         """Wait until nothing follows any more; returns the last decision."""
 
         def ended():

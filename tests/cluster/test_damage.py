@@ -15,7 +15,7 @@ def test_damage_of_the_journal_is_survived_or_named(cluster):
     job.wait_for_checkpoint(2)
     with job.run.journal.open("a") as journal:
         journal.write('{"time": 1, "event": "half')
-    job.wait(lambda: job.events("torn_line"), 30, "the torn line to be set aside")
+    job.wait(lambda: job.events("torn_line"), 120, "the torn line to be set aside")
     command(cluster, "stop", "damaged", "--save")
     job.wait_for_end()
 
@@ -48,7 +48,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(cluster):
         job.wait_for_checkpoint(2)
         other = small / "somebody else's"
         fill(other)
-        last = job.wait_for_end(90)
+        last = job.wait_for_end()
         assert last["action"] == "stop" and "No space left on" in last["message"]
         complete = [json.loads(file.read_text())["step"] for file in job.run.checkpoints.glob("global_step_*/COMPLETE")]
         other.unlink()

@@ -45,7 +45,7 @@ def test_faults_of_every_kind_are_survived_in_one_run(cluster):
     victim = job.events("allocated")[-1]["nodes"][1]
     if cluster.facts["mode"] == "namespaces":
         cluster.power_off(victim)
-        job.wait_for_requeue(5, seconds=180)
+        job.wait_for_requeue(5, seconds=600)
         assert victim not in job.events("allocated")[-1]["nodes"]
         job.wait_for_step(max(job.steps()) + 4)
         cluster.boot(victim)
@@ -75,14 +75,14 @@ def test_without_progress_the_third_attempt_is_the_last(cluster):
     last = job.wait_for_end()
     assert job.decisions() == [("crash", "restart"), ("crash", "restart"), ("no progress", "stop")]
     assert "3 attempts in a row" in last["message"] and "stage train failed with exit code -9" in last["message"]
-    job.wait(lambda: job.cluster.job_state(job.id) == "FAILED", 30, "Slurm to call the job failed")
+    job.wait(lambda: job.cluster.job_state(job.id) == "FAILED", 120, "Slurm to call the job failed")
 
 
 def test_a_cancelled_job_is_resumed_by_its_id_also_without_its_pickle(cluster):
     job = train(cluster, "cancelled", nodes=1, steps=60, environment={"LIGHT_STEP_SECONDS": "0.2"})
     job.wait_for_checkpoint(3)
     cluster.login("scancel", job.id)
-    job.wait(lambda: job.cluster.job_state(job.id) == "CANCELLED", 60, "the end of the job")
+    job.wait(lambda: job.cluster.job_state(job.id) == "CANCELLED", 120, "the end of the job")
     for pickle in (job.run.path / "slurm").glob("*.pkl"):
         pickle.unlink()
     answer = command(cluster, "resume", f"{job.id}_4")  # as an element of an array would be called
@@ -104,7 +104,7 @@ def test_the_time_limit_ends_nothing_twice_in_a_row(cluster):
         site={"slurm": {"time": 2}, "life": {"save_minutes": 0.9}},
     )
     for attempt in (1, 2):
-        decided = job.wait_for_decision(attempt, seconds=180)
+        decided = job.wait_for_decision(attempt, seconds=600)
         assert (decided["kind"], decided["action"]) == ("time limit", "requeue"), job.story()
         job.wait_for_requeue(attempt + 1)
     job.wait_for_step(max(job.steps()) + 2)
@@ -155,7 +155,7 @@ def test_where_slurm_does_not_requeue_the_job_submits_itself_again(cluster):
     job = train(cluster, "again", nodes=1, steps=400, site=site, environment={"LIGHT_STEP_SECONDS": "0.2"})
     job.wait_for_checkpoint(2)
     cluster.login("scancel", "--signal=USR2", job.id)
-    submitted = job.wait(lambda: job.events("submitted")[1:], 120, "the second job")[0]
+    submitted = job.wait(lambda: job.events("submitted")[1:], 600, "the second job")[0]
     assert submitted["by"] == "the job itself" and submitted["job"] != job.id
     assert "does not requeue" in job.events("requeue_refused")[0]["message"]
     job.wait_for_step(max(job.steps()) + 2)

@@ -19,7 +19,7 @@ def own_hosts(cluster):
 
 
 def first_words(job, number: int = 1) -> str:
-    return job.wait_for_decision(number, 60)["message"]
+    return job.wait_for_decision(number, 240)["message"]
 
 
 def test_a_node_without_the_shared_folder_is_named(own_hosts):
@@ -27,7 +27,7 @@ def test_a_node_without_the_shared_folder_is_named(own_hosts):
     try:
         job = train(own_hosts, "unshared", nodes=4, site=QUICK)
         log = job.run.path / "slurm" / f"{job.id}_0_log.out"
-        job.wait(lambda: job.cluster.job_state(job.id) == "FAILED", 30, "the canary to end the job")
+        job.wait(lambda: job.cluster.job_state(job.id) == "FAILED", 240, "the canary to end the job")
         assert f"error: node02: does not see {job.run.path}/slurm; mount the shared filesystem" in log.read_text()
         assert not job.events("allocated"), "nothing was started"
     finally:
