@@ -96,6 +96,7 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # the model takes no token_type_ids
         model_max_length=CONFIG["max_position_embeddings"],
     )
     tokenizer.chat_template = (

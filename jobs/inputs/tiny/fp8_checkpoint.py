@@ -51,8 +51,8 @@ def write(folder: Path, weights: dict[str, torch.Tensor], layers: int, shard_byt
     """Write the shards and the index.
 
     A shard is closed by the tensor that fills it to `shard_bytes`, mostly a weight, whose scale then opens the next
-    shard: that a scale stands in another shard than its weight happens in real checkpoints too. The index also lists `rotary_emb.inv_freq` of every layer, which no shard holds, as
-    the published index does.
+    shard: a scale in another shard than its weight is nothing special in real checkpoints. The index also lists
+    `rotary_emb.inv_freq` of every layer, which no shard holds, as the published index does.
     """
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, tensor in store(weights).items():
