@@ -12,7 +12,7 @@ from atlasrl import plan as plans
 from atlasrl import processes
 from atlasrl.errors import Fault
 from atlasrl.logs import last_line
-from atlasrl.peers import EXHAUSTED, POLL_SECONDS, STOPPED, Node
+from atlasrl.peers import EXHAUSTED, POLL_SECONDS, STOPPED, Node, Stopped
 
 PATIENCE_SECONDS = 10  # between SIGTERM and SIGKILL: a checkpoint in flight is given up, not awaited
 DROPPED = ("RAY_ADDRESS", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
@@ -74,7 +74,9 @@ def run_stage(node: Node, stage: str, env: dict[str, str], check: Callable[[], N
             seconds=round(time.monotonic() - started, 2),
             **({"skipped": words.removeprefix("skipped:").strip()} if words.startswith("skipped:") else {}),
         )
+    if code == STOPPED:
+        raise Stopped(words.removeprefix("error: "))
     if code != 0:
         failure = Fault(f"{node.name}: stage {stage} failed with exit code {code}: {words.removeprefix('error: ')}")
-        failure.exit_code = code if code in (STOPPED, EXHAUSTED) else 1
+        failure.exit_code = code if code == EXHAUSTED else 1
         raise failure
