@@ -66,3 +66,15 @@ def test_run_killed_with_9_and_resumed_by_job_id_equals_an_uninterrupted_one(com
     assert exported(broken) == exported(whole) != {}
     assert tensorboard_steps(broken.tensorboard, progress.REWARD) == list(range(1, STEPS + 1))
     assert [event["event"] for event in broken.events()].count("attempt_start") == 2
+
+
+def test_real_weights_train_for_two_steps(commands):
+    options = ["smollm2-135m", "--name", "real", "--set", "steps=2", "--set", "data.max_response_tokens=12"]
+    small = ["--set", "dapo.train_batch_size=2", "--set", "dapo.mini_batch_size=2", "--set", "dapo.gen_batch_size=4"]
+    done = commands.run("train", *options, *small, "--set", "dapo.overlong.buffer_tokens=4", "--follow", deadline=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(commands.runs / "real")
+    assert sorted(progress.of(run).rewards) == [1, 2]
+    weights = [line["weights"] for line in read_json_lines(run.attempt(1).samples)]
+    assert len(set(weights)) == 2, "the second step answered with the weights of the first"
+    assert sum(file.stat().st_size for file in run.export.glob("*.safetensors")) > 250e6
