@@ -128,6 +128,15 @@ class Cluster:
         """PENDING, RUNNING, …; kept for 10 minutes after the end."""
         return self.login("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").stdout.strip()
 
+    def end_jobs(self) -> None:
+        """End what is left: Slurm's jobs, and tasks over ssh on nodes that are machines of their own."""
+        self.login("scancel", "--full", *self.login("squeue", "--noheader", "--format=%A").stdout.split(), check=False)
+        for node in self.nodes if self.facts["firsts"] else ():
+            self.on(node, "pkill", "-f", "atlasrl.launch.ssh_executor", check=False)
+        idle = ("squeue", "--noheader", "--states=all", "--format=%T")
+        over = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL"}
+        self.wait_for(lambda: set(self.login(*idle).stdout.split()) <= over, 120, "the end of all jobs")
+
     def release(self, job: str) -> None:
         """Let a requeued job start now; Slurm holds it back for two minutes."""
         self.login("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)

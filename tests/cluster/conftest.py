@@ -21,10 +21,17 @@ def slurm_installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(slurm_installed):
+def running_cluster(slurm_installed):
     """Four nodes with their own addresses and host names, where this machine allows it."""
     with clusters.running(nodes=4) as running:
         yield running
+
+
+@pytest.fixture
+def cluster(running_cluster):
+    """The cluster with no job on it, before a test and after it, however the test ended."""
+    yield running_cluster
+    running_cluster.end_jobs()
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -56,7 +56,7 @@ def test_unfit_hosts_are_named_and_nothing_is_started(cluster, hosts):
     hosts["ssh"]["hosts"] = ["node01", "node99"]
     with pytest.raises(AssertionError, match=r"2 hosts are needed and 1 of 2 are fit: node99: ssh: .*node99"):
         train(cluster, "unfit", nodes=2, site=hosts)
-    assert cluster.on("node01", "pgrep", "-f", "ssh_executor", check=False).returncode
+    assert cluster.on("node01", "pgrep", "-f", "runs/unfit/ssh", check=False).returncode
 
 
 def test_only_processes_of_ours_are_signalled(cluster, hosts, tmp_path):
