@@ -29,6 +29,7 @@ from atlasrl.site import Life
 
 LAST_CALL_SECONDS = 60  # before the allocation's end: an unfinished save is given up, while a requeue is possible
 LOOK_SECONDS = 5  # between looks at the clock of the allocation
+EARLY_SECONDS = 120  # Slurm warns of the time limit up to a minute early; our own clock is better
 BALLAST_BYTES = 2**20
 STATES = {"done": "done", "stopped": "stopped", "data exhausted": "exhausted"}
 
@@ -228,15 +229,17 @@ class Supervisor:
     def mind_the_end(self, attempt: AttemptDir) -> None:
         """Ask for a checkpoint when the scheduler warns us or the allocation is about to end."""
         self.meeting.give_sign()
-        if signal.SIGUSR2 in self.signals and not attempt.stop_request.exists():
-            self.ask_to_stop(attempt, "warning", "SIGUSR2 from the scheduler")
-        if time.monotonic() < self.next_look:
+        warned = signal.SIGUSR2 in self.signals
+        if time.monotonic() < self.next_look and not warned:
             return
         self.next_look = time.monotonic() + LOOK_SECONDS
-        if (end := self.here.end()) is None:
-            return
-        left = end - time.time()
+        end = self.here.end()
+        left = end - time.time() if end else float("inf")
         needed, why = lead_seconds(self.run, self.plan.site.life)
+        if warned:
+            self.signals.remove(signal.SIGUSR2)
+            if left > needed + EARLY_SECONDS and not attempt.stop_request.exists():
+                self.ask_to_stop(attempt, "warning", "SIGUSR2 from the scheduler")
         if left < needed and not attempt.stop_request.exists():
             words = f"{left:.0f} s are left of the allocation, {needed:.0f} s are needed to save ({why})"
             self.ask_to_stop(attempt, "time limit", words)
