@@ -1,16 +1,17 @@
-"""The recipe `smollm2-135m` makes real inputs from two packages, and trains on them."""
+"""prepare.py makes the inputs of the recipe `smollm2-135m` from two packages and leaves alone what is not its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "jobs" / "inputs" / "smollm2_135m" / "prepare.py"
+from atlasrl import recipe
+
+SCRIPT = Path(__file__).resolve().parents[2] / "jobs" / "inputs" / "smollm2_135m" / "prepare.py"
 
 
 def test_a_missing_package_is_told_with_the_command_that_installs_it(script, tmp_path, monkeypatch, capsys):
@@ -50,32 +51,24 @@ def test_the_last_number_counts(script, answer):
     assert compute_score("reasoning_gym/chain_sum", answer, "8", {"index": 1}) == {"score": 1.0, "acc": 1.0}
 
 
-@pytest.mark.training
-def test_two_steps_on_real_weights(tmp_path):
-    """The whole job: inputs from the packages, conversion, training, export; then the inputs are looked at closely."""
-    changes = ["steps=2", "dapo.train_batch_size=2", "dapo.mini_batch_size=2", "dapo.gen_batch_size=4"]
-    changes += ["checkpoint.save_every=2", "dapo.when_exhausted=fill", "dapo.max_gen_batches=1"]
-    options = [word for change in changes for word in ("--set", change)]
-    job = subprocess.run(
-        [ROOT / "bin" / "train", "smollm2-135m", "--name", "two", "--runs", tmp_path, "--follow", *options],
-        env={**os.environ, "ATLASRL_RUNS": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=580,
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """What prepare.py makes from the installed packages."""
+    out = tmp_path_factory.mktemp("smollm2") / "input"
+    first, again = (
+        subprocess.run([sys.executable, SCRIPT, "--out", out], capture_output=True, text=True, timeout=580)
+        for _ in range(2)
     )
-    assert job.returncode == 0, job.stdout + job.stderr
-    made = tmp_path / "two" / "input"
-    again = subprocess.run([ROOT / "env" / "python", SCRIPT, "--out", made], capture_output=True, text=True, timeout=60)
-    assert (again.returncode, again.stdout) == (0, f"{made} was made before\n")
-    check_tokenizer(made / "model")
-    check_weights(made / "model")
-    check_prompts(made)
+    assert first.returncode == 0, first.stderr
+    assert (again.returncode, again.stdout) == (0, f"{out} was made before\n")
+    return out
 
 
-def check_tokenizer(model: Path) -> None:
+@pytest.mark.verl
+def test_the_tokenizer_ends_turns_and_splits_digits_as_smollm2_was_trained(made):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
         "<|im_start|>",
         "<|im_end|>",
@@ -84,7 +77,7 @@ def check_tokenizer(model: Path) -> None:
     text = "It costs 1234 dollars,  naïve café\n\tx = 5;"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert [tokenizer.decode(i) for i in ids].count("3") == 1, "digits stand alone, as SmolLM2 was trained"
+    assert [tokenizer.decode(i) for i in ids].count("3") == 1
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
@@ -92,18 +85,18 @@ def check_tokenizer(model: Path) -> None:
     assert len(tokenizer.encode("<|im_end|>")) == 1
 
 
-def check_weights(model: Path) -> None:
-    """All tensors are there once; the model finds English text likely."""
+@pytest.mark.verl
+def test_every_weight_is_there_once_and_english_is_likely(made):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((made / "model" / "model.safetensors.index.json").read_text())["weight_map"]
     assert "lm_head.weight" not in index, "tied: stored once, as the input embedding"
     assert len(index) == 1 + 30 * 9 + 1  # embedding, 30 layers of 7 matrices and 2 norms, last norm
-    loaded, report = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32, output_loading_info=True)
     assert not any(report.values())
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
     ids = torch.tensor(
         [tokenizer.encode("It was the best of times, it was the worst of times, it was the age of wisdom.")]
     )
@@ -112,7 +105,8 @@ def check_weights(model: Path) -> None:
     assert right_way < 3 < backwards
 
 
-def check_prompts(made: Path) -> None:
+@pytest.mark.verl
+def test_prompts_are_sums_whose_answers_are_right_and_validation_is_unseen(made):
     import pyarrow.parquet as pq
 
     asked = {}
@@ -126,3 +120,15 @@ def check_prompts(made: Path) -> None:
             expected = int(left) + int(right) if operator == "+" else int(left) - int(right)
             assert row["reward_model"]["ground_truth"] == str(expected)
     assert not asked["train"] & asked["val"]
+
+
+@pytest.mark.verl
+def test_every_prompt_fits_the_recipe(made):
+    """verl leaves out longer ones without a word."""
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
+    chats = pq.read_table(made / "train.parquet").column("prompt").to_pylist()
+    lengths = {len(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats}
+    assert max(lengths) <= recipe.load("smollm2-135m").data.max_prompt_tokens

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from atlasrl import recipe
+
 TINY = Path(__file__).resolve().parents[2] / "jobs" / "inputs" / "tiny"
 MODEL = TINY / "model"
 CONFIG = json.loads((MODEL / "config.json").read_text())
@@ -131,6 +133,16 @@ def test_prompts_are_in_verls_schema_and_validation_is_unseen():
             assert row["prompt"][0]["role"] == "user"
             assert row["reward_model"] == {"style": "rule", "ground_truth": row["prompt"][0]["content"][0]}
             assert (row["data_source"], row["extra_info"]["split"]) == ("tiny_first_digit", split)
+
+
+def test_every_prompt_and_thought_fits_the_recipe(script):
+    """verl leaves out longer prompts without a word, and cuts answers. One character is one token."""
+    import pyarrow.parquet as pq
+
+    data = recipe.load("tiny").data
+    questions = [chat[0]["content"] for chat in pq.read_table(TINY / "train.parquet").column("prompt").to_pylist()]
+    assert max(map(len, questions)) + len("=") <= data.max_prompt_tokens
+    assert script("tiny", "task").LONGEST_THOUGHT + len("4") + len(["<eos>"]) <= data.max_response_tokens
 
 
 @pytest.mark.parametrize(
