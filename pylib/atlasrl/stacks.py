@@ -78,7 +78,9 @@ class Capabilities(Section):
     mla_softmax_scale: bool = Field(description="the attention kernel uses the scale that latent attention computes")
     mla_rotary_any: bool = Field(description="latent attention works with a rotary embedding without yarn (Moonlight)")
     chunked_prefill_mla: Literal["option", "always"] = Field(description="the fused kernel for chunked prefill")
-    graph: Literal["torchair", "none"]
+    graph: Literal["torchair", "acl", "none"] = Field(
+        description="graph capture of DeepSeek: torchair alone, ACL graphs too, or none"
+    )
     profiler: Literal["csv", "db", "none"]
     config_keys: Text = Field(description="name of the committed list of verl's settings, env/stacks/keys/NAME.txt")
 
@@ -152,9 +154,13 @@ def of_recipe(recipe) -> Stack | None:
     return load(name) if name else None
 
 
-def config_keys(stack: Stack) -> dict[str, str] | None:
-    """verl's settings in this stack: dotted key -> type; None where no list is kept. See env/stacks/keys/README.md."""
+def config_keys(stack: Stack, backend: str) -> dict[str, str] | None:
+    """verl's settings in this stack: dotted key -> type, such as `int`, `float|str` or `any`.
+
+    None where no list is kept; env/stacks/keys/derive.py makes one.
+    """
     file = STACKS / "keys" / f"{stack.capabilities.config_keys}.txt"
     if not file.is_file():
         return None
-    return dict(line.split() for line in file.read_text().splitlines() if line and not line.startswith("#"))
+    entries = (line.split() for line in file.read_text().splitlines())
+    return {key: kind for key, kind, backends in entries if backend in backends.split(",")}
