@@ -56,7 +56,7 @@ def environment(device: Device, expansion_mode: str | None = None) -> dict[str, 
 
 
 def missing(device: Device) -> list[str]:
-    """What this process lacks to be deterministic, one line each; empty when it is proven. Each worker can report it."""
+    """What this process lacks to be deterministic, one line each; empty: proven. For each worker to report."""
     import torch
 
     wanted = environment(device, os.environ.get("HCCL_OP_EXPANSION_MODE"))
