@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +62,14 @@ class Job:
         ]
 
     def wait_for_requeue(self, attempt: int, seconds: float = 600) -> None:
-        """Wait until the job runs again, as that attempt; Slurm's two minutes of delay are cut short."""
+        """Wait until the job runs again, as that attempt; Slurm's two minutes of delay are cut short.
+
+        Not to nothing: a node refuses a job whose credential it has just revoked ("Job credential revoked").
+        """
+        released = time.monotonic() + 5
 
         def back() -> bool:
-            if self.cluster.job_state(self.id) == "PENDING":
+            if time.monotonic() > released and self.cluster.job_state(self.id) == "PENDING":
                 self.cluster.release(self.id)
             return any(event["attempt"] == attempt for event in self.events("allocated"))
 
