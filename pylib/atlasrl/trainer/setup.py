@@ -26,6 +26,7 @@ def prepare_environment(plan: dict, recipe: Recipe, attempt: AttemptDir, first_s
     os.environ.update({**plan.get("environment", {}), **recipe.environment})
     given = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
     os.environ[PLUGINS] = ",".join(dict.fromkeys([*given, *plugins(recipe)]))
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar swallows the beginning of the next line of a log
     os.environ["TENSORBOARD_DIR"] = str(attempt.run.tensorboard)
     os.environ["VERL_FILE_LOGGER_PATH"] = str(attempt.metrics)
     os.environ[FIRST_STEP] = str(first_step)
