@@ -106,6 +106,24 @@ def test_a_host_that_does_not_answer_is_an_error_and_the_others_are_reported(tmp
     assert (gone.node, gone.failed) == ("gone", True) and "No route to host" in str(gone.findings[0])
 
 
+def test_slurm_runs_one_task_a_node_and_counts_those_that_stay_silent(tmp_path, monkeypatch):
+    lines = [json.dumps(reports_as.as_dict([Report(f"node{n}", "npu", [], [])], [])) for n in range(2)]
+    srun = tmp_path / "srun"
+    srun.write_text(
+        f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n'
+        f"cat <<'END'\n{lines[0]}\n{lines[1]}\nEND\n"
+        "echo 'srun: error: node2: task 2: Exited' >&2\nexit 1\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    site = Site(kind="slurm", slurm={"partition": "npu", "account": "mine"})
+    reports = many.examine_nodes(site, 3, "python", "", [])
+    assert [report.node for report in reports] == ["node0", "node1", "1 of 3 nodes"]
+    assert reports[2].failed and "task 2" in str(reports[2].findings[0])
+    asked = (tmp_path / "asked").read_text()
+    assert "--nodes=3 --ntasks-per-node=1" in asked and "--partition=npu --account=mine" in asked
+
+
 def test_an_unknown_check_is_a_usage_error():
     with pytest.raises(UsageFault, match="softmax_scale"):
         refuse_unknown(["nonsense"], "npu")
