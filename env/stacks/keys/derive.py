@@ -62,6 +62,8 @@ def settings(tree: dict, known: dict[str, ast.ClassDef], prefix: str = "") -> It
             yield from settings(value, known, f"{prefix}{name}.")
         elif name in annotated:
             yield prefix + name, word(annotated[name])
+        elif name.endswith("_files"):  # one path or several; RLHFDataset takes both
+            yield prefix + name, "list|str"
         elif value is None or (isinstance(value, str) and "${" in value):
             yield prefix + name, "any"
         else:
