@@ -60,6 +60,8 @@ def make(folder: Path, seed: int = 1, sizes: dict | None = None, shard_size: str
     config = DeepseekV3Config(**{**SIZES, **(sizes or {})})
     model = DeepseekV3ForCausalLM(config)
     with torch.no_grad():
+        # transformers starts the padding row at zero; sampled as a token, its norm has a gradient of 1000
+        model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 tensor.copy_(torch.randn_like(tensor) * 0.05)
