@@ -7,7 +7,7 @@ PYTEST := env/python -m pytest
 FAST   := not verl and not cluster and not training and not browser and not nightly
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train resume status logs stop tensorboard compare test test-fast bench lint clean \
+.PHONY: help setup train resume status logs stop tensorboard compare doctor test test-fast bench lint clean \
         cluster-up cluster-down
 
 help: ## list the targets
@@ -40,6 +40,9 @@ tensorboard: $(READY) ## serve the curves of all runs on this machine's loopback
 
 compare: $(READY) ## is RUN aligned with BASELINE?
 	@bin/compare $(RUN) --baseline $(BASELINE) $(ARGS)
+
+doctor: $(READY) ## is this machine fit for a job?
+	@bin/doctor $(ARGS)
 
 test: $(READY) ## all tests: fast ones first, then real clusters and training
 	@$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
