@@ -37,6 +37,7 @@ def test_two_jobs_share_nodes_and_a_foreign_ray_survives_both(cluster, foreign_r
     for job in jobs:
         assert job.wait_for_end()["kind"] == "done", job.story()
         assert job.decisions() == [("done", "done")]
+        job.wait(lambda job=job: cluster.job_state(job.id) == "COMPLETED", 60, "its last process to leave")
     assert overlap(jobs[0], jobs[1]) > 0, "the jobs must have run at the same time"
     blocks = [{event["claim"] for event in job.events("ports")} for job in jobs]
     assert not blocks[0] & blocks[1], "each job has its own block of ports"
