@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from atlasrl import checkpoints, progress
+from atlasrl import checkpoints, lint, progress
 from atlasrl import plan as plans
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.launch import submission
@@ -118,9 +118,12 @@ def wait_until_let_go(run: RunDir) -> None:
 
 
 def preview(plan: Plan) -> str:
-    """The plan and what would be submitted, as text for a person."""
+    """The plan, what lint finds in it, and what would be submitted, as text for a person."""
+    environment = {name: str(value.value) for name, value in plan.environment.items()}
+    found = lint.findings(plan.recipe, plan.nodes, plan.devices_per_node, environment=environment)
+    lines = [plans.show(plan), "", "lint", *(f"  {finding}" for finding in found or ["nothing found"])]
     launcher = importlib.import_module(f"atlasrl.launch.{plan.site.kind}")
-    return "\n".join([plans.show(plan), *([launcher.preview(plan)] if hasattr(launcher, "preview") else [])])
+    return "\n".join([*lines, *([launcher.preview(plan)] if hasattr(launcher, "preview") else [])])
 
 
 def start(plan: Plan, resume_from: str | None = None) -> tuple[AttemptDir, str]:
