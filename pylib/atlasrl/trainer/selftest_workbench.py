@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_worker_niceness": "0",  # Ray's default of 15 starves the workers of a busy machine
 }
 
 
