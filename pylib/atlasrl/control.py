@@ -164,14 +164,24 @@ def _is_waiting(job: dict) -> bool:
 
 
 def _refuse_queued(run: RunDir) -> None:
-    """Refuse to continue a run that continues by itself. Raises Fault."""
-    for attempt in run.attempts()[-1:]:
-        job = json.loads(attempt.job.read_text())
-        if _is_waiting(job):
+    """Refuse to continue a run whose job starts, waits, or comes back by itself; wait for one that is clearing up.
+
+    Raises:
+        Fault: the scheduler still has the job, and it will go on.
+    """
+    attempts = run.attempts()
+    job = json.loads(attempts[-1].job.read_text()) if attempts else {"site": "local"}
+    if not hasattr(_launcher(job), "is_waiting"):
+        return
+    limit = time.monotonic() + LET_GO_SECONDS
+    while is_alive(attempts[-1]) and time.monotonic() < limit:
+        ending = attempts[-1].ending()
+        if _is_waiting(job) or ending is None or ending["action"] in ("restart", "requeue"):
             raise Fault(
-                f"job {job['id']} of run {run.name} waits in the queue and continues the run by itself; to continue it "
-                f"otherwise take the job back first: bin/stop {run.name}"
+                f"job {job['id']} of run {run.name} is with the scheduler and continues the run by itself; to continue "
+                f"it otherwise end the job first: bin/stop {run.name}"
             )
+        time.sleep(0.2)
 
 
 def stop(run: RunDir, *, save: bool, deadline: float) -> str:

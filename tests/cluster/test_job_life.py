@@ -38,7 +38,7 @@ def test_faults_of_every_kind_are_survived_in_one_run(cluster):
     cluster.login("scancel", "--signal=USR2", job.id)
     assert job.wait_for_decision(3)["kind"] == "preemption"
     refused = command(cluster, "resume", "faults", check=False)
-    assert refused.returncode == 1 and "waits in the queue and continues the run by itself" in refused.stderr
+    assert refused.returncode == 1 and "is with the scheduler and continues the run by itself" in refused.stderr
     job.wait_for_requeue(4)
 
     job.wait_for_step(max(job.steps()) + 4)
