@@ -1,7 +1,6 @@
 """Export the last checkpoint as a Hugging Face folder: `python -m atlasrl.trainer.export RUN`.
 
-Names, shards and dtypes are those of the BF16 checkpoint that training started from: the FP32 router bias stays FP32,
-which verl's own merger would round to BF16 (verl 0.7.0, model_merger/fsdp_model_merger.py, `.bfloat16()` on all tensors).
+Names, shards and dtypes are those of the BF16 checkpoint that training started from: the router bias stays FP32, which verl's own merger would round to BF16 (verl 0.7.0, model_merger/fsdp_model_merger.py, `.bfloat16()` on all tensors).
 The result is proven by verifying its index and by loading it with transformers.
 """
 
@@ -116,7 +115,7 @@ def write_shards(base: Path, target: Path, weight: Callable[[str], torch.Tensor]
                 try:
                     after = weight(name)
                 except KeyError:
-                    raise Fault(f"{name} of {file} is in no file of the training checkpoint; nothing was exported") from None
+                    raise Fault(f"{name} of {file} is not in the training checkpoint; nothing was exported") from None
                 if after.shape != before.shape:
                     raise Fault(f"{name}: trained shape {tuple(after.shape)}, but {file} has {tuple(before.shape)}")
                 tensors[name] = after.to(before.dtype).contiguous()
@@ -145,7 +144,8 @@ def prove(folder: Path) -> None:
     if report.exit_code:
         raise Fault(f"{folder}: {report.errors[0]}")
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    wrong = {kind: sorted(info[kind])[:3] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = {kind: sorted(info[kind])[:3] for kind in kinds if info[kind]}
     if wrong:
         raise Fault(f"{folder} does not load whole: {wrong}")
     with torch.inference_mode():
