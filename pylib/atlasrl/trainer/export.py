@@ -1,6 +1,7 @@
 """Export the last checkpoint as a Hugging Face folder: `python -m atlasrl.trainer.export RUN`.
 
-Names, shards and dtypes are those of the BF16 checkpoint that training started from: the router bias stays FP32, which verl's own merger would round to BF16 (verl 0.7.0, model_merger/fsdp_model_merger.py, `.bfloat16()` on all tensors).
+Names, shards and dtypes are those of the BF16 checkpoint that training started from: the router bias stays FP32, which
+verl's own merger would round to BF16 (verl 0.7.0, model_merger/fsdp_model_merger.py, `.bfloat16()` on all tensors).
 The result is proven by verifying its index and by loading it with transformers.
 """
 
