@@ -31,8 +31,8 @@ def test_no_two_components_and_no_two_nodes_of_a_host_share_a_port(seed, slots):
     assert min(flat) >= ports.LOWEST and max(flat) < LINUX[0]
 
 
-@settings(deadline=None)
-@given(st.text(max_size=20), st.sets(st.integers(10000, 32767), max_size=20), st.integers(1, 8))
+@settings(deadline=None)  # 8 nodes have 5 blocks each on one host: 4 held ports always leave one
+@given(st.text(max_size=20), st.sets(st.integers(10000, 32767), max_size=4), st.integers(1, 8))
 def test_a_held_port_is_never_planned_and_moving_keeps_nodes_apart(seed, held, slots):
     def taken(port):
         return f"holder of {port}" if port in held else None
@@ -79,7 +79,8 @@ def test_two_jobs_on_one_host_never_get_the_same_block():
 
 
 def test_a_foreign_listener_moves_the_plan_and_is_named():
-    expected = ports.plan("foreign/1")
+    with ports.take("foreign/1") as expected:  # whatever else this machine runs just now
+        pass
     listener = (
         "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); "
         "print('up', flush=True); sys.stdin.read()"
