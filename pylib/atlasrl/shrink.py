@@ -4,7 +4,7 @@ The rule, in the order of the recipe:
 
     cluster    device cpu, 2 nodes when the recipe has several; as many devices as the split needs, at most 4 in all
     split      tensor, pipeline, expert: 2 where the recipe has more than 1, else 1; expert_tensor likewise unless
-               expert is 2; data-parallel 2 when the recipe has replicas and room is left. Recompute, offload and
+               expert is 2; data-parallel 2 when the recipe has replicas and room is left. Recompute and
                optimizer settings stay.
     stages     uneven first and last stages stay uneven: 3 layers and 2, or 2 and 3, in the recipe's direction
     model      same family, random weights: hidden 64, 4 heads, 16 experts in 4 groups (or 8 without groups), one dense
@@ -87,11 +87,15 @@ def _cluster(tree: dict, recipe: Recipe, changes: list[dict]) -> None:
     split, given = tree["parallel"], recipe.parallel
     for name in ("tensor", "pipeline", "expert", "expert_tensor"):
         split[name] = min(2, split[name])
+    if split["tensor"] > 1 and split["expert"] == 1:
+        reason = "whole experts beside tensor parallelism need Transformer Engine's grouped experts"
+        _change(changes, split, "parallel", "expert_tensor", 2, reason)
     if split["expert"] > 1:
         _change(changes, split, "parallel", "expert_tensor", 1, "4 workers cannot split experts both ways")
     _change(changes, split, "parallel", "context", 1, "context parallelism needs Transformer Engine's attention")
     _change(changes, split, "parallel", "virtual_pipeline", 1, "the interleaved schedule is not proven on a CPU")
     _change(changes, split, "parallel", "optimizer_on_host", 0.0, "on a CPU the whole optimizer is on the host")
+    _change(changes, split, "parallel", "offload", False, "device and host are the same memory")
     model_size = split["tensor"] * split["pipeline"]
     world = recipe.nodes * recipe.devices_per_node
     replicas = world // (given.tensor * given.pipeline * given.context)

@@ -55,7 +55,7 @@ def test_proven_means_every_layout_that_fits_and_neighbours_share_processes():
 
 
 def test_two_trials_that_differ_never_have_the_same_name():
-    changes = ["--plain-optimizer", "--dynamic-batch", "--offload", "--clip-grad=2", "--recompute=full"]
+    changes = ["--plain-optimizer", "--dynamic-batch", "--clip-grad=2", "--recompute=full"]
     changes += ["--scale-gradient=0=1.01", "--without-fix=router-groups"]
     names = [trials("--workers", "2", change)[0].name for change in changes]
     assert len({*names, trials("--workers", "2")[0].name}) == len(changes) + 1

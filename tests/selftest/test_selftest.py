@@ -34,7 +34,7 @@ def test_fsdp2_is_exact_on_two_workers(bench):
 def test_fsdp2_with_one_gradient_a_hundredth_too_large_fails(bench):
     verdict = bench.run(Trial("fsdp2", Layout(data=2), gradient_scale={1: 1.01}))
     assert not verdict.ok and len(verdict.wrong) > 200
-    assert max(row.relative for row in verdict.wrong if row.kind == "gradient") < 0.05
+    assert max(row.relative for row in verdict.wrong if row.kind == "gradient" and row.step == 1) < 0.05
 
 
 @pytest.mark.parametrize("layout", [known for known in PROVEN if known.workers == 2], ids=lambda layout: layout.name)
@@ -49,7 +49,6 @@ def test_megatron_is_exact_on_two_workers(bench, layout):
         Trial(layout=Layout(data=2, expert=2), distributed_optimizer=False),
         Trial(layout=Layout(tensor=2, expert=2), recompute="full"),
         Trial(layout=Layout(data=2, expert=2), dynamic_batch=True),
-        Trial(layout=Layout(data=2, expert=2), offload=True),
         Trial(layout=Layout(data=2, expert=2), clip_grad=0.05),
     ],
     ids=lambda trial: trial.name,

@@ -43,7 +43,8 @@ def megatron_overrides(recipe: Recipe, *, world: int) -> list[Override]:
         Override(f"{ACTOR}.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"], "resume and export"),
     ]
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
-        settings.append(Override(f"{MEGATRON}.{name}", parallel.offload, "recipe: parallel.offload"))
+        # verl's offload frees the device's memory after a copy to the host; on a CPU that copy is the same memory
+        settings.append(Override(f"{MEGATRON}.{name}", parallel.offload and not on_cpu, "recipe: parallel.offload"))
     settings += _recompute(parallel)
     if parallel.virtual_pipeline > 1:
         settings.append(

@@ -45,7 +45,6 @@ class Trial:
     recompute: str = "none"
     dynamic_batch: bool = False
     """Micro batches packed by their number of tokens."""
-    offload: bool = False
     clip_grad: float = 1.0
     gradient_scale: dict[int, float] = field(default_factory=dict, hash=False)
     """A planted fault: the own gradient of these ranks is multiplied by a factor."""
@@ -59,7 +58,6 @@ class Trial:
             words.append("plain optimizer")
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += ["dynamic batch"] if self.dynamic_batch else []
-        words += ["offload"] if self.offload else []
         words += [f"clip {self.clip_grad:g}"] if self.clip_grad != 1.0 else []
         words += [f"rank {rank} × {factor:g}" for rank, factor in self.gradient_scale.items()]
         words += [f"without {fix}" for fix in self.without]
@@ -119,7 +117,6 @@ def recipe_of(trial: Trial, model: Path, answers: int = SHAPE.answers):
             "context": layout.context,
             "distributed_optimizer": trial.distributed_optimizer,
             "recompute": trial.recompute,
-            "offload": trial.offload,
         },
         "rollout": {"engine": "cpu", "samples": samples},
         "dapo": {

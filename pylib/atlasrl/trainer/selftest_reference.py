@@ -17,7 +17,7 @@ class Rules:
     clip_low: float = 0.2
     clip_high: float = 0.28
     clip_dual: float = 10.0
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-4
     weight_decay: float = 0.1
     decay_vectors: bool = True
     """Whether tensors with one dimension (norms, biases) are decayed: FSDP does, Megatron does not."""
@@ -34,6 +34,8 @@ class Step:
     grad_norm: float
     gradients: dict = field(repr=False)
     parameters: dict = field(repr=False)
+    changes: dict = field(repr=False)
+    """What the step added to each parameter."""
 
 
 def dapo_loss(log_probs, old_log_probs, advantages, mask, rules: Rules):
@@ -73,6 +75,7 @@ def train(
     )
     taken = []
     for workers in steps:
+        before = _state(model)
         optimizer.zero_grad()
         total = 0.0
         for micro_batches in workers:
@@ -87,8 +90,14 @@ def train(
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = torch.nn.utils.clip_grad_norm_(names.values(), rules.clip_grad)
         optimizer.step()
-        taken.append(Step(total, float(norm), gradients, {n: t.clone() for n, t in model.state_dict().items()}))
+        after = _state(model)
+        changes = {name: tensor - before[name] for name, tensor in after.items()}
+        taken.append(Step(total, float(norm), gradients, after, changes))
     return taken
+
+
+def _state(model) -> dict:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def _loss_of(model, part: dict, rules: Rules):

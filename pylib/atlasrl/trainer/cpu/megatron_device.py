@@ -89,12 +89,6 @@ def nothing_to_record(original):
     return lambda self, stream: None
 
 
-@_torch_patch("torch:Tensor.pin_memory", expects="method 'pin_memory'")
-def pinned_enough(original):
-    """verl's offload pins its host copies, which without an accelerator raises."""
-    return lambda self, *args, **kwargs: self
-
-
 @_torch_patch("torch:Tensor.type", expects="method 'type'")
 def cuda_type_name(original):
     """`tensor.type()` is compared with 'torch.cuda.FloatTensor' (optimizer.py, distrib_optimizer.py, clip_grads.py)."""
