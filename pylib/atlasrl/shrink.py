@@ -122,7 +122,8 @@ def _stages(tree: dict, recipe: Recipe) -> list[int]:
         return [LAYERS_PER_STAGE] * split["pipeline"]
     longer_first = (first or 0) >= (last or 0)
     stages = [UNEVEN, LAYERS_PER_STAGE] if longer_first else [LAYERS_PER_STAGE, UNEVEN]
-    split.update(first_stage_layers=stages[0], last_stage_layers=stages[1])
+    # of two stages megatron-core takes one length: given both, it divides what is left by no stages
+    split.update(first_stage_layers=stages[0], last_stage_layers=None)
     return stages
 
 
