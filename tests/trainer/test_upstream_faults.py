@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import sys
+import multiprocessing
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +16,10 @@ pytestmark = pytest.mark.verl
 pytest.importorskip("verl")
 
 import torch  # noqa: E402
+import upstream_cases  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
-from trainer_assets import make_assets, recipe_tree, untrained_model  # noqa: E402
+from trainer_assets import make_assets, recipe_tree  # noqa: E402
 from verl import DataProto  # noqa: E402
 
 from atlasrl.errors import Fault  # noqa: E402
@@ -168,60 +167,31 @@ def test_our_dump_keeps_both_and_every_row_is_true_to_its_own_output(config, tok
     assert [row["overlong"] for row in rows] == [length > 3 for length in LENGTHS]
 
 
-# -- fixes are applied once per process, so each case runs in a fork of this one -------------------
+# -- fixes are applied once per process, so each case runs in a process of its own -------------------
 
 
-def forked(folder: Path, cases, seconds: float = 120) -> list[tuple[int, str]]:
-    """Run each function of `cases` in a child process; returns (wait status, what it printed) of each."""
+def apart(folder: Path, cases: list[partial], seconds: float = 120) -> list[tuple[int, str]]:
+    """Run the cases side by side, each forked from a process that only imported verl; (exit code, output) of each.
+
+    Forks of pytest's own process would inherit the fixes and the OpenMP threads of tests that ran before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    children = {}
-    for number, case in enumerate(cases):
-        output = folder / f"output-{number}"
-        if (pid := os.fork()) == 0:
-            sys.stdout = sys.stderr = file = output.open("w", buffering=1)
-            os.dup2(file.fileno(), 1)  # native code aborts past Python's streams
-            os.dup2(file.fileno(), 2)
-            try:
-                case()
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        children[pid] = output
-    results = []
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["verl.utils.tracking", "torch.distributed.fsdp", "transformers.modeling_utils"])
+    outputs = [folder / f"output-{number}" for number in range(len(cases))]
+    children = [server.Process(target=upstream_cases.run, args=pair) for pair in zip(outputs, cases, strict=True)]
+    for child in children:
+        child.start()
     deadline = time.monotonic() + seconds
-    for pid, output in children.items():
-        while (waited := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-            if time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-                waited = os.waitpid(pid, 0)
-                break
-            time.sleep(0.02)
-        results.append((waited[1], output.read_text()))
-    return results
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
+        child.join()
+    return [(child.exitcode, path.read_text()) for child, path in zip(children, outputs, strict=True)]
 
 
 def log_and_die(folder: Path, first: int, last: int, *, numpy: bool = False, without: str = "") -> str:
-    """Log the steps first … last-1 as verl's fit does, then die of kill -9."""
-
-    def case():
-        os.environ.update(
-            ATLASRL_WITHOUT_FIX=without,
-            ATLASRL_FIRST_STEP=str(first),
-            TENSORBOARD_DIR=str(folder / "tb"),
-            VERL_FILE_LOGGER_PATH=str(folder / f"metrics-{first}.jsonl"),
-        )
-        from verl.utils.tracking import Tracking
-
-        import atlasrl.trainer.plugin  # noqa: F401
-
-        logger = Tracking("p", "e", ["tensorboard", "file"])
-        for step in range(first, last):
-            data = {"a/b": np.float64(step)}
-            logger.log({**data, "a/c": np.float32(step)} if numpy else data, step)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return forked(folder, [case])[0][1]
+    return apart(folder, [partial(upstream_cases.log_and_die, folder, first, last, numpy=numpy, without=without)])[0][1]
 
 
 def curve(folder: Path) -> list[int]:
@@ -254,38 +224,9 @@ def test_without_the_fix_a_numpy_scalar_ends_the_run(tmp_path):
     assert "float32 is not JSON serializable" in log_and_die(tmp_path, 1, 3, numpy=True, without="file-logger")
 
 
-def expert_gradients(folder: Path, rank: int, *, fixed: bool) -> None:
-    """Gradients of two FSDP2 workers with different rows against one process with all rows; prints the worst gap."""
-    if fixed:
-        import atlasrl.trainer.plugin  # noqa: F401
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    tokens = torch.arange(4, 16).view(4, 3)  # rows 2r and 2r+1 belong to worker r
-
-    def backward(model, rows):
-        model(input_ids=rows, use_cache=False).logits.log_softmax(-1)[..., 5].sum().backward()
-
-    reference = untrained_model(experts=16)
-    backward(reference, tokens)
-    model = untrained_model(experts=16)
-    mesh = init_device_mesh("cpu", (2,))
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh)
-    backward(model, tokens[2 * rank : 2 * rank + 2])
-    worst = 0.0
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        whole = ours.grad.full_tensor() * 2  # FSDP averages over the workers
-        expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
-        worst = max(worst, float((whole - expected).abs().max()))
-    print(f"worst {worst}", flush=True)
-
-
 def both_workers(folder: Path, *, fixed: bool) -> list[tuple[int, str]]:
     folder.mkdir()
-    return forked(folder, [lambda rank=rank: expert_gradients(folder, rank, fixed=fixed) for rank in range(2)], 60)
+    return apart(folder, [partial(upstream_cases.expert_gradients, folder, rank, fixed=fixed) for rank in range(2)], 60)
 
 
 def test_gradients_of_two_workers_are_exact_although_their_experts_differ(tmp_path):
