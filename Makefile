@@ -1,4 +1,4 @@
-# The words people type. `make` lists them. Settings: RECIPE NODES SITE NAME SET RUN JOB BASELINE DEVICE ARGS
+# The words people type. `make` lists them. Settings: RECIPE NODES SITE NAME SET SHRINK RUN JOB BASELINE DEVICE ARGS
 RECIPE ?= tiny
 DEVICE ?= $(shell test -e /dev/davinci0 && echo npu || echo cpu)
 VENV   := $(or $(ATLASRL_VENV),.venv)
@@ -19,9 +19,9 @@ setup: ## make or mend the Python environment (DEVICE=cpu|npu)
 $(READY): $(wildcard env/requirements-$(DEVICE)*.txt env/constraints-$(DEVICE).txt) env/setup.sh
 	@env/setup.sh $(DEVICE)
 
-train: $(READY) ## train and watch (RECIPE=tiny NODES=2 SITE=file SET="steps=20 seed=3" NAME=run)
+train: $(READY) ## train and watch (RECIPE=tiny NODES=2 SITE=file SET="steps=20 seed=3" NAME=run SHRINK=cpu)
 	@bin/train $(RECIPE) --follow $(if $(NODES),--nodes $(NODES)) $(if $(SITE),--site $(SITE)) \
-	    $(if $(NAME),--name $(NAME)) $(foreach change,$(SET),--set '$(change)') $(ARGS)
+	    $(if $(NAME),--name $(NAME)) $(if $(SHRINK),--shrink $(SHRINK)) $(foreach change,$(SET),--set '$(change)') $(ARGS)
 
 resume: $(READY) ## continue a run from its newest complete checkpoint (JOB=id or run name)
 	@bin/resume $(or $(JOB),$(RUN)) --follow $(ARGS)

@@ -23,6 +23,7 @@ from atlasrl.memory import verdict
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import RunDir
 from atlasrl.site import Site
+from atlasrl.trainer import layout
 from atlasrl.trainer.override import Override
 from atlasrl.trainer.overrides import verl_overrides
 
@@ -193,6 +194,8 @@ def _check_split(recipe: Recipe, devices: int) -> None:
             f"expert {split.expert} × expert_tensor {split.expert_tensor} × pipeline {split.pipeline} = "
             f"{expert_parallel} does not divide {devices} devices; change --nodes or the recipe's `parallel`"
         )
+    if recipe.backend == "megatron" and recipe.device == "cpu":
+        layout.require_proven(layout.of_recipe(recipe, devices))
 
 
 def _environment(recipe: Recipe, site: Site, run: RunDir) -> dict[str, Value]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -59,8 +60,31 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
-def shrink(recipe: Recipe, out_dir: Path) -> Recipe:
-    """Write model, data, reward, recipe.yaml and shrunk.json to `out_dir` and return the small recipe.
+@dataclass(frozen=True)
+class Rehearsal:
+    """A small recipe and what it was made from."""
+
+    recipe: Recipe
+    changes: list[dict]
+    """Keys that a CPU cannot honour: key, from, to, reason."""
+    sizes: dict
+    """Sizes of the random model."""
+
+    def write(self, folder: Path) -> None:
+        """Make what `recipe` reads, and recipe.yaml and shrunk.json, in the folder it was planned for."""
+        folder.mkdir(parents=True, exist_ok=True)
+        model = folder / "model"
+        if not (model / "config.json").exists():
+            selftest_model.make(model, seed=self.recipe.seed, sizes=self.sizes)
+        write_atomically(folder / "reward.py", REWARD)
+        _write_prompts(folder / "train.parquet")
+        tree = self.recipe.model_dump(mode="json", exclude={"inputs"})
+        write_atomically(folder / "recipe.yaml", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        write_atomically(folder / SHRUNK, json.dumps(self.changes, indent=1) + "\n")
+
+
+def rehearse(recipe: Recipe, folder: Path) -> Rehearsal:
+    """Shrink `recipe`; its inputs will lie in `folder`. Nothing is written yet.
 
     Raises:
         UsageFault: the recipe is not for Megatron, or its model family cannot be rehearsed.
@@ -69,18 +93,15 @@ def shrink(recipe: Recipe, out_dir: Path) -> Recipe:
         raise UsageFault(
             f"backend {recipe.backend}: only Megatron recipes are rehearsed; run the recipe `tiny` instead"
         )
-    out_dir.mkdir(parents=True, exist_ok=True)
     changes: list[dict] = []
     tree = recipe.model_dump(mode="json", exclude={"inputs"})
     _cluster(tree, recipe, changes)
     stages = _stages(tree, recipe)
     _batch(tree, recipe)
-    _inputs(tree, recipe, out_dir, stages, changes)
+    _inputs(tree, folder)
     _pass_through(tree, recipe, changes)
-    small = recipes.parse(tree, f"shrunk {recipe.description or 'recipe'}")
-    write_atomically(out_dir / "recipe.yaml", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    write_atomically(out_dir / SHRUNK, json.dumps(changes, indent=1) + "\n")
-    return small
+    sizes = _sizes(recipe, sum(stages), changes)
+    return Rehearsal(recipes.parse(tree, f"shrunk {recipe.description or 'recipe'}"), changes, sizes)
 
 
 def _cluster(tree: dict, recipe: Recipe, changes: list[dict]) -> None:
@@ -148,14 +169,10 @@ def _batch(tree: dict, recipe: Recipe) -> None:
     tree["checkpoint"].update(save_every=2)
 
 
-def _inputs(tree: dict, recipe: Recipe, out_dir: Path, stages: list[int], changes: list[dict]) -> None:
-    model = out_dir / "model"
-    if not (model / "config.json").exists():
-        selftest_model.make(model, seed=recipe.seed, sizes=_sizes(recipe, sum(stages), changes))
-    (out_dir / "reward.py").write_text(REWARD)
-    _write_prompts(out_dir / "train.parquet")
-    tree["model"].update(path=str(model), cast_path=None, trust_remote_code=False)
-    tree["data"].update(train=str(out_dir / "train.parquet"), val=None, reward=str(out_dir / "reward.py"))
+def _inputs(tree: dict, folder: Path) -> None:
+    tree["model"].update(path=str(folder / "model"), cast_path=None, trust_remote_code=False)
+    train, reward = folder / "train.parquet", folder / "reward.py"
+    tree["data"].update(train=str(train), val=None, reward=str(reward))
 
 
 def _sizes(recipe: Recipe, layers: int, changes: list[dict]) -> dict:

@@ -36,8 +36,9 @@ def small_recipe(folder: Path, changes: dict | None = None, **parallel) -> recip
     """A large recipe with `parallel`, shrunk into `folder`; `changes` go on top of the small one."""
     from atlasrl import shrink
 
-    small = shrink.shrink(recipes.parse({**LARGE, "parallel": parallel}, "large"), folder)
-    tree = small.model_dump(mode="json")
+    small = shrink.rehearse(recipes.parse({**LARGE, "parallel": parallel}, "large"), folder)
+    small.write(folder)
+    tree = small.recipe.model_dump(mode="json")
     tree["model"]["cast_path"] = tree["model"]["path"]  # written in its final form: nothing to cast
     for key, value in (changes or {}).items():
         *sections, name = key.split(".")

@@ -78,6 +78,13 @@ def large(**changes):
     return recipes.parse(tree, "large")
 
 
+def written(recipe, folder):
+    """The small recipe, its inputs made in `folder`."""
+    small = shrink.rehearse(recipe, folder)
+    small.write(folder)
+    return small.recipe
+
+
 @pytest.mark.verl
 @pytest.mark.parametrize(
     "split",
@@ -96,7 +103,7 @@ def test_whatever_is_shrunk_can_be_planned_and_has_a_proven_layout(tmp_path, spl
     from atlasrl.rundir import RunDir
     from atlasrl.trainer import layout
 
-    small = shrink.shrink(large(parallel=split), tmp_path)
+    small = written(large(parallel=split), tmp_path)
     workers = small.nodes * small.devices_per_node
     assert workers <= shrink.MOST_WORKERS
     plan.make(small, site.load("local"), RunDir(tmp_path / "run"))
@@ -112,7 +119,7 @@ def test_what_a_cpu_cannot_honour_is_listed_with_its_reason(tmp_path):
         "actor_rollout_ref.actor.entropy_coeff": 0.01,
     }
     recipe = large(verl=verl, parallel={"context": 2}, environment={"HCCL_BUFFSIZE": "200", "MINE": "1"})
-    small = shrink.shrink(recipe, tmp_path)
+    small = written(recipe, tmp_path)
     assert small.verl == {"actor_rollout_ref.actor.entropy_coeff": 0.01}
     assert small.environment == {"MINE": "1"}
     listed = {entry["key"]: entry["reason"] for entry in json.loads((tmp_path / shrink.SHRUNK).read_text())}
@@ -133,14 +140,14 @@ def test_the_miniature_keeps_what_is_particular_about_the_model(tmp_path):
         "rope_scaling": None,
     }
     (model / "config.json").write_text(json.dumps(config))
-    shrink.shrink(large(model={"path": str(model)}), tmp_path / "small")
+    written(large(model={"path": str(model)}), tmp_path / "small")
     small = json.loads((tmp_path / "small" / "model" / "config.json").read_text())
     assert {name: small[name] for name in config} == config
 
 
 def test_other_backends_and_families_are_refused(tmp_path):
     with pytest.raises(UsageFault, match="only Megatron recipes"):
-        shrink.shrink(large(backend="fsdp2"), tmp_path)
+        shrink.rehearse(large(backend="fsdp2"), tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     with pytest.raises(UsageFault, match="'qwen3_moe' cannot be rehearsed"):
-        shrink.shrink(large(model={"path": str(tmp_path)}), tmp_path / "small")
+        shrink.rehearse(large(model={"path": str(tmp_path)}), tmp_path / "small")

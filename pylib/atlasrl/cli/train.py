@@ -21,19 +21,24 @@ from atlasrl.cli import command
 )
 @click.option("--follow/--detach", default=False, help="Watch until the end, or return with the job id (default).")
 @click.option("--allow-oom-risk", is_flag=True, help="Start although the memory model says that it will not fit.")
+@click.option(
+    "--shrink", type=click.Choice(["cpu"]), help="Rehearse: a miniature of the recipe, a few steps, on this machine."
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="The plan, or the job, as JSON.")
-def main(recipe, name, nodes, devices, site, changes, folder, follow, allow_oom_risk, dry_run, as_json):
+def main(recipe, name, nodes, devices, site, changes, folder, follow, allow_oom_risk, shrink, dry_run, as_json):
     """Train RECIPE: a name in jobs/recipes, or a YAML file.
 
     \b
     bin/train tiny --follow                      on this machine, watched
     bin/train tiny --nodes 2 --set steps=20      two Ray nodes on this machine
     bin/train deepseek-v3-671b-dapo --nodes 32 --site atlas --dry-run
+    bin/train deepseek-v3-671b-dapo --shrink cpu --follow
     """
     from atlasrl import control, machine
     from atlasrl import plan as plans
     from atlasrl import recipe as recipes
+    from atlasrl import shrink as shrinking
     from atlasrl import site as sites
     from atlasrl.cli import runs_folder, watch
     from atlasrl.rundir import RunDir, check_name
@@ -42,7 +47,12 @@ def main(recipe, name, nodes, devices, site, changes, folder, follow, allow_oom_
     runs = runs_folder(folder, cluster)
     run = RunDir(runs / (check_name(name) if name else control.free_name(recipe, runs)))
     loaded = recipes.load(recipe, list(changes))
-    if cluster.kind == "local" and not dry_run:
+    small = shrinking.rehearse(loaded, run.input) if shrink else None
+    if small:
+        loaded = small.recipe
+        for change in small.changes:
+            click.echo(f"rehearsal: {change['key']}: {change['from']} -> {change['to']}: {change['reason']}", err=True)
+    if cluster.kind == "local" and not dry_run and not small:
         model = loaded.model.path or run.input / "model"
         machine.check_memory(model, nodes or loaded.nodes, devices or loaded.devices_per_node)
     plan = plans.make(loaded, cluster, run, nodes=nodes, devices_per_node=devices, allow_oom_risk=allow_oom_risk)
@@ -50,6 +60,8 @@ def main(recipe, name, nodes, devices, site, changes, folder, follow, allow_oom_
         click.echo(plan.to_json() if as_json else control.preview(plan), nl=not as_json)
         return
     control.create(plan, recipe)
+    if small:
+        small.write(run.input)
     attempt, job = control.start(plan)
     if as_json:
         import json
