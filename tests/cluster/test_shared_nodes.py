@@ -1,6 +1,5 @@
 """Two jobs on the same nodes, and somebody else's Ray between them."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -18,14 +17,17 @@ def foreign_ray(cluster):
     if cluster.facts["mode"] != "namespaces":
         pytest.skip("in loopback mode this Ray would be that of the machine")
     start = [RAY, "start", "--head", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats"]
-    cluster.on("node01", *start, "--object-store-memory=80000000", "--temp-dir=/tmp/foreign", timeout=120)
-    yield lambda: set(cluster.on("node01", "pgrep", "-f", "/tmp/foreign/session").stdout.split())
-    cluster.on("node01", "pkill", "-f", "/tmp/foreign/session", check=False)
+    try:
+        cluster.on("node01", *start, "--object-store-memory=80000000", "--temp-dir=/tmp/foreign", timeout=120)
+        yield lambda: set(cluster.on("node01", "pgrep", "-f", "/tmp/foreign/session").stdout.split())
+    finally:
+        cluster.on("node01", "pkill", "-f", "/tmp/foreign/session", check=False)
 
 
 def test_two_jobs_share_nodes_and_a_foreign_ray_survives_both(cluster, foreign_ray):
     before = foreign_ray()
     assert before
+    left_before = {node: folders(cluster, node) for node in cluster.nodes}  # a node that lost its power cleaned nothing
     site = {"slurm": {"exclusive": False, "cpus_per_node": 8}}
     jobs = [
         train(cluster, name, nodes=2, steps=30, site={**site}, environment={"LIGHT_STEP_SECONDS": "0.5"})
@@ -45,7 +47,12 @@ def test_two_jobs_share_nodes_and_a_foreign_ray_survives_both(cluster, foreign_r
     for node in sorted(nodes[0]):
         left = cluster.on(node, "pgrep", "-af", "raylet|gcs_server|atlasrl", check=False).stdout
         assert not [line for line in left.splitlines() if "/tmp/foreign" not in line], left
-        assert not re.search(r"atlasrl-", cluster.on(node, "ls", "/tmp").stdout), "temporary folders are removed"
+        assert folders(cluster, node) <= left_before[node], "temporary folders are removed"
+
+
+def folders(cluster, node: str) -> set[str]:
+    """Temporary folders of jobs on a node."""
+    return {name for name in cluster.on(node, "ls", "/tmp").stdout.split() if name.startswith("atlasrl-")}
 
 
 def overlap(one, other) -> float:

@@ -190,6 +190,22 @@ def test_stopped_on_request_it_saves_between_steps(whole, tmp_path, assets, ray_
     assert attempt.samples() == whole.samples()[:done]
 
 
+def test_the_guard_ends_a_run_after_a_checkpoint_and_a_resume_goes_on(tmp_path, assets, ray_address):
+    """A limit of 0 for what float32 rounding alone makes: the rule fails as soon as it may judge, at step 2."""
+    rules = tmp_path / "rules.yaml"
+    checks = "[{check: mean_value, at_most: 0, source: test}]"
+    rules.write_text(f"window: 1\nleast_points: 1\nmetrics: {{rollout_probability_difference: {checks}}}\n")
+    guard = {"action": "stop", "after_steps": 2, "rules": str(rules)}
+    run = plan(tmp_path, assets, "guarded", steps=3, guard=guard, checkpoint={"save_every": 100, "keep": 2})
+    attempt = Attempt(run, 1, ray_address)
+    assert attempt.wait() == 1, attempt.tail()
+    assert "the guard ended the run after step 2 of 3: rollout_probability_difference fails" in attempt.error()
+    assert checkpoints.choose(run).step == 2
+    second = Attempt(run, 2, ray_address, resume=True)
+    assert second.wait() == 0, second.tail()
+    assert [(e["attempt"], e["action"]) for e in run.events() if e["event"] == "guard"] == [(1, "stop"), (2, "warn")]
+
+
 def test_sigterm_ends_at_once_with_its_own_code(tmp_path, assets, ray_address):
     run = plan(tmp_path, assets, "terminated", steps=1000)
     attempt = Attempt(run, 1, ray_address)

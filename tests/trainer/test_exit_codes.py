@@ -38,6 +38,9 @@ class FitThatEnds:
         if self.problem:
             raise self.problem
 
+    def judge(self, done):
+        pass
+
 
 @pytest.fixture
 def ends(run, monkeypatch, capsys):

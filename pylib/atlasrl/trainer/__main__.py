@@ -78,6 +78,7 @@ def train(attempt: AttemptDir, resume_from: Path | None) -> None:
             f"verl's training loop ended after step {finished} of {recipe.steps} without an error: its dataloader ran "
             "dry or fit has changed; nothing is lost, resume from the last checkpoint"
         )
+    trainer.judge(finished)
     print(f"done: {recipe.steps} steps", flush=True)
 
 

@@ -17,6 +17,7 @@ from atlasrl.trainer import records, saving
 from atlasrl.trainer.dapo import Collector, Groups, GroupSource, Sampling, StepGroups, StoredRollouts, Trend
 from atlasrl.trainer.prompts import Prompt, PromptSource, files_digest
 from atlasrl.trainer.scoring import accuracies
+from atlasrl.trainer.watchman import Watchman
 
 
 class Stopped(Fault):
@@ -32,6 +33,7 @@ class DapoTrainer(RayPPOTrainer):
         self.recipe, self.attempt = recipe, attempt
         self.sampling = Sampling.of(recipe)
         self.trend = Trend(recipe.dapo.max_gen_batches)
+        self.watchman = Watchman(recipe.guard, attempt) if recipe.guard else None
         self.global_steps = self.saved_step = 0
         self.step_record: dict = {}
         self.step_metrics: dict[str, float] = {}
@@ -103,17 +105,38 @@ class DapoTrainer(RayPPOTrainer):
 
         Raises:
             Stopped: a stop request lies in the attempt's folder.
+            Fault: the guard ends the run.
         """
         step = self.global_steps
+        self.judge(step - 1)
         if self.attempt.stop_request.exists() and step <= self.recipe.steps:
             self._stop(step - 1)
         return step
 
-    def _stop(self, done: int) -> None:
-        request = json.loads(self.attempt.stop_request.read_text() or "{}")
-        if request.get("save") and done > self.saved_step:
+    def judge(self, done: int) -> None:
+        """Let the recipe's guard look at the curves up to step `done`.
+
+        Raises:
+            Fault: a check started to fail and the guard's action is `stop`; a checkpoint was written before.
+        """
+        failed = self.watchman.look(done) if self.watchman else None
+        if failed:
+            self._save(done)
+            raise Fault(
+                f"the guard ended the run after step {done} of {self.recipe.steps}: {failed}; the last checkpoint is "
+                f"that of step {self.saved_step}. Look at it with bin/compare; bin/resume goes on nevertheless"
+            )
+
+    def _save(self, done: int) -> None:
+        """Save after step `done` unless that was done."""
+        if done > self.saved_step:
             self.global_steps = done
             self._save_checkpoint()
+
+    def _stop(self, done: int) -> None:
+        request = json.loads(self.attempt.stop_request.read_text() or "{}")
+        if request.get("save"):
+            self._save(done)
         raise Stopped(
             f"stopped on request after step {done} of {self.recipe.steps}; the last checkpoint is that of step "
             f"{self.saved_step or 'none'}"
