@@ -21,7 +21,7 @@ def foreign_ray(cluster):
         cluster.on("node01", *start, "--object-store-memory=80000000", "--temp-dir=/tmp/foreign", timeout=120)
         yield lambda: set(cluster.on("node01", "pgrep", "-f", "/tmp/foreign/session").stdout.split())
     finally:
-        cluster.on("node01", "pkill", "-f", "/tmp/foreign/session", check=False)
+        cluster.on("node01", "pkill", "-KILL", "-f", "/tmp/foreign/session", check=False)
 
 
 def test_two_jobs_share_nodes_and_a_foreign_ray_survives_both(cluster, foreign_ray):
