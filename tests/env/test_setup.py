@@ -41,6 +41,7 @@ def test_no_fitting_python_names_the_package_to_install(tmp_path):
     assert "apt-get install python3" in done.stderr
 
 
+@pytest.mark.training
 def test_failed_step_is_named_with_its_remedy_and_the_next_call_continues_there(tmp_path):
     empty = tmp_path / "wheels"
     empty.mkdir()

@@ -174,6 +174,7 @@ def test_a_percent_sign_in_the_path_is_refused():
         canary_text.refuse_node_local(Path("/shared/100%/a"))
 
 
+@pytest.mark.cluster
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="no Slurm on this machine")
 def test_sbatch_knows_every_option(tmp_path):
     """Without a cluster sbatch still parses the directives and refuses unknown ones by name."""
