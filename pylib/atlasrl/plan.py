@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from atlasrl import raycluster
+from atlasrl import raycluster, stacks
 from atlasrl import recipe as recipes
 from atlasrl import site as sites
 from atlasrl.errors import Fault, UsageFault
@@ -24,6 +24,7 @@ from atlasrl.recipe import Recipe
 from atlasrl.rundir import RunDir
 from atlasrl.site import Site
 from atlasrl.trainer import layout
+from atlasrl.trainer.dialects import translated
 from atlasrl.trainer.override import Override
 from atlasrl.trainer.overrides import verl_overrides
 
@@ -127,6 +128,11 @@ def make(
     val = recipe.data.val or (run.input / "val.parquet" if recipe.inputs else None)
     model = str(recipe.model.cast_path or run.model)
     notes["model"] = Value(model, "BF16 copy made by the cast stage; the input is never changed")
+    stack = stacks.of_recipe(recipe)
+    if stack:
+        line = stack.capabilities.config_keys
+        named = "the recipe's `stack`" if recipe.stack else f"the default of device {recipe.device}"
+        notes["stack"] = Value(recipe.stack or stacks.DEFAULT[recipe.device], f"{named}; settings are those of {line}")
     overrides = verl_overrides(
         recipe,
         nodes=nodes,
@@ -147,7 +153,7 @@ def make(
         val=str(val) if val else None,
         python=str(site.python or sys.executable),
         environment=_environment(recipe, site, run),
-        overrides=overrides,
+        overrides=translated(overrides, recipe, stack),
         allow_oom_risk=allow_oom_risk,
         notes=notes,
     )

@@ -94,6 +94,6 @@ def test_the_one_interface_reaches_every_library():
     environment = plans.make(recipe, sites.load("slurm", ["nic=ib0"]), run).environment
     names = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     assert [environment[name].value for name in names] == ["ib0"] * 3
-    cpu = recipe.model_copy(update={"device": "cpu"})
+    cpu = recipes.load("tiny")
     assert plans.make(cpu, sites.load("local"), run).environment["GLOO_SOCKET_IFNAME"].value == "lo"
     assert "GLOO_SOCKET_IFNAME" not in plans.make(cpu, sites.parse({"kind": "slurm"}, "t"), run).environment

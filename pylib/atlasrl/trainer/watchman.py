@@ -1,4 +1,4 @@
-"""The guard in the job: judges the run after each step, and says when the recipe wants it ended. See docs/compare.md."""
+"""The guard in the job: judges the run after each step and says when the recipe wants it ended. See docs/compare.md"""
 
 from __future__ import annotations
 
