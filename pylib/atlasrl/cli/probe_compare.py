@@ -37,4 +37,41 @@ def configs(left, right, every, as_json):
     sys.exit(1 if any(each.effect.level in comparing.TELLING for each in found) else 0)
 
 
-VERBS = {"configs": configs}
+@command
+@click.argument("answers")
+@click.argument("left")
+@click.argument("right")
+@click.option("--step", type=click.IntRange(min=1), help="Of a run, only this recorded step.")
+@click.option("--data-source", default="unknown", show_default=True, help="For answers that name none.")
+@click.option("--python-left", help="Interpreter for LEFT. Default: this one.")
+@click.option("--python-right", help="Interpreter for RIGHT. Default: this one.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="Limit per answer.")
+@click.option("--limit", type=click.IntRange(min=0), default=10, show_default=True, help="Disagreements to print.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def scoring(answers, left, right, step, data_source, python_left, python_right, seconds, limit, as_json):
+    """Axis 6: score the same ANSWERS with two reward rules.
+
+    ANSWERS is a JSONL file (solution_str or output, ground_truth or gts), a folder of them (verl's
+    trainer.rollout_data_dir), or a run that recorded its rollouts. LEFT and RIGHT are FILE.py, FILE.py:function, or
+    verl for verl's own rules. Each runs in a process of its own. Exit code 1: they disagree.
+
+    \b
+    bin/probe scoring runs/npu-1 jobs/inputs/tiny/reward.py gpu-team/reward.py
+    bin/probe scoring dump/ verl gpu-team/reward.py:score --python-right /gpu/venv/bin/python
+    """
+    from pathlib import Path
+
+    from atlasrl.precision import answers as reading
+    from atlasrl.precision import scoring as comparing
+
+    rules = [comparing.Rule.parse(*each) for each in ((left, python_left), (right, python_right))]
+    given = reading.read(Path(answers), step, data_source)
+    found = comparing.compare(given, *rules, seconds)
+    if as_json:
+        click.echo(json.dumps(comparing.as_json(len(given), found), indent=1))
+    else:
+        click.echo(comparing.text(len(given), found, (left, right), limit))
+    sys.exit(1 if found else 0)
+
+
+VERBS = {"configs": configs, "scoring": scoring}
