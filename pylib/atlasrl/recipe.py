@@ -70,6 +70,13 @@ class Parallel(Section):
     offload: bool = Field(False, description="parameters, gradients and optimizer state on the host between phases")
 
 
+class Stub(Section):
+    """Made-up answers: random tokens, log-normal lengths. Training runs before inference works, and learns nothing."""
+
+    median_tokens: PositiveInt = 512
+    spread: Annotated[float, Field(ge=0)] = Field(0.5, description="standard deviation of the logarithm of the length")
+
+
 class Rollout(Section):
     """How answers are generated."""
 
@@ -80,6 +87,20 @@ class Rollout(Section):
     tensor: PositiveInt = 1
     expert: PositiveInt = 1
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    record: bool = Field(False, description="keep the answers of every step in RUN/rollouts")
+    replay: PathLike | None = Field(None, description="run (or its rollouts folder) whose answers are trained on again")
+    stub: Stub | None = None
+
+    @property
+    def offline(self) -> bool:
+        """No inference engine is built."""
+        return self.replay is not None or self.stub is not None
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Rollout:
+        if (self.record, self.replay is not None, self.stub is not None).count(True) > 1:
+            raise ValueError("record, replay and stub exclude each other: answers come from one place")
+        return self
 
 
 class Overlong(Section):
@@ -151,6 +172,7 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard | None = None
+    accept: list[Text] = Field([], description="rules of lint and checks of preflight that do not stop this run")
     environment: dict[str, Text] = Field({}, description="extra environment variables of every process of the job")
     verl: dict[str, Scalar | list | dict] = Field({}, description="verl (hydra) keys passed through unchanged")
 

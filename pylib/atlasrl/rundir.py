@@ -10,6 +10,7 @@
         checkpoints/           global_step_N/ with a COMPLETE manifest each
         tensorboard/           event files of all attempts
         export/                the final Hugging Face checkpoint
+        rollouts/              recorded answers, one file a step (rollout.record)
         attempts/0001/         one folder per attempt: logs, metrics, stop request
 
 Everything here is text or JSON; nothing needs a pickle to be read.
@@ -35,12 +36,12 @@ from atlasrl.errors import Fault, UsageFault
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside, fsync, rename: a reader sees the old file or the new one, never a part."""
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         Path(beside).chmod(0o644)
@@ -181,6 +182,10 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
 
     @property
     def export(self) -> Path:

@@ -13,7 +13,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from atlasrl.errors import Fault
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import AttemptDir
-from atlasrl.trainer import records, saving
+from atlasrl.trainer import offline, records, saving
 from atlasrl.trainer.dapo import Collector, Groups, GroupSource, Sampling, StepGroups, StoredRollouts, Trend
 from atlasrl.trainer.prompts import Prompt, PromptSource, files_digest
 from atlasrl.trainer.scoring import accuracies
@@ -59,7 +59,9 @@ class DapoTrainer(RayPPOTrainer):
 
     def init_workers(self):
         super().init_workers()
-        self.async_rollout_manager = StoredRollouts(self.async_rollout_manager)
+        manager = offline.instead_of(self.async_rollout_manager, self.recipe, self.config, self.tokenizer)
+        self.async_rollout_manager = StoredRollouts(manager)
+        self.recorder = offline.Recorder(self.attempt.run) if self.recipe.rollout.record else None
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         filled = torch.from_numpy(batch.non_tensor_batch["filled"].astype(bool))
@@ -146,11 +148,14 @@ class DapoTrainer(RayPPOTrainer):
         """Generate `samples` answers to each prompt and score them."""
         batch = DataProto.from_single_dict(collate_fn([prompt.row for prompt in prompts]))
         asked = self._get_gen_batch(batch)
-        asked.meta_info = {"global_steps": step, "generation": generation}
+        ids = [prompt.id for prompt in prompts]
+        asked.meta_info = {"global_steps": step, "generation": generation, "prompt_ids": ids}
         answers = self.async_rollout_manager.manager.generate_sequences(
             asked.repeat(self.sampling.samples, interleave=True)
         )
         timing = answers.meta_info.pop("timing", {})
+        if self.recorder:
+            self.recorder.keep(ids, answers)
         answers.meta_info = {}
         scored = self.reward_fn(batch.repeat(self.sampling.samples, interleave=True).union(answers), return_dict=True)
         answers.batch["rm_scores"] = scored["reward_tensor"]
@@ -178,6 +183,8 @@ class DapoTrainer(RayPPOTrainer):
         answers.meta_info["reward_extra_keys"] = self.extra_names
         self.async_rollout_manager.stored = answers
         weights = getattr(self.async_rollout_manager.manager, "weights", None)
+        if self.recorder:
+            self.recorder.finish(self.global_steps, weights, found.seconds)
         self.step_record = records.samples_record(self.global_steps, [p.id for p in prompts], answers, weights)
         self.step_metrics = dict(found.counters)
         self._warn(self.trend.observe(self.global_steps, found.counters["train/num_gen_batches"]))

@@ -17,6 +17,7 @@ CONFIG_NAME = {"fsdp2": "ppo_trainer", "megatron": "ppo_megatron_trainer"}
 """verl's top-level YAML of each backend."""
 
 CPU_ROLLOUTS = "atlasrl.trainer.cpu.manager.BatchRollouts"
+NO_ENGINE = "atlasrl.trainer.offline.NoEngine"
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -179,8 +180,11 @@ def _rollout(recipe: Recipe, world: int) -> list[Override]:
     on_cpu = rollout.engine == "cpu"
     # Without a gradient the forward pass keeps no activations, so that four times the rows fit.
     log_prob_rows = recipe.dapo.micro_batch_size * (4 if on_cpu else 1)
+    engine = Override(f"{ROLLOUT}.name", rollout.engine, "recipe: rollout.engine")
+    if rollout.offline:
+        engine = Override(f"{ROLLOUT}.name", "none", "recipe: rollout.replay or rollout.stub; nothing is generated")
     settings = [
-        Override(f"{ROLLOUT}.name", rollout.engine, "recipe: rollout.engine"),
+        engine,
         Override(f"{ROLLOUT}.n", rollout.samples, "recipe: rollout.samples"),
         Override(f"{ROLLOUT}.temperature", rollout.temperature, "recipe: rollout.temperature"),
         Override(f"{ROLLOUT}.top_p", rollout.top_p, "recipe: rollout.top_p"),
@@ -199,7 +203,12 @@ def _rollout(recipe: Recipe, world: int) -> list[Override]:
                 "verl: expert = tensor × data parallel",
             ),
         ]
-    if on_cpu:
+    if rollout.offline:
+        settings += [
+            Override(f"{ROLLOUT}.agent.num_workers", 1, "no agent-loop actors: nothing is generated"),
+            Override(f"++{ROLLOUT}.agent.agent_loop_manager_class", NO_ENGINE, "answers come from the trainer"),
+        ]
+    elif on_cpu:
         settings += [
             Override(f"{ROLLOUT}.load_format", "auto", "weights come from the actor before the first answer"),
             Override(f"{ROLLOUT}.agent.num_workers", 1, "no agent-loop actors: whole batches are generated"),
@@ -240,7 +249,7 @@ def _reward(recipe: Recipe) -> list[Override]:
 
 
 def _trainer(recipe: Recipe, nodes: int, devices_per_node: int, val: Path | str | None, run: RunDir) -> list[Override]:
-    validates = bool(val) and recipe.validate_every > 0
+    validates = bool(val) and recipe.validate_every > 0 and not recipe.rollout.offline  # no engine would answer
     device = "npu" if recipe.device == "cpu" else recipe.device
     return [
         Override("trainer.nnodes", nodes, "plan: nodes"),

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from atlasrl.trainer import patches, verl_patches  # noqa: F401  (declares the fixes)
 
-patches.apply("tensorboard-purge", "tensorboard-flush", "file-logger", "fsdp2-idle-experts")
+patches.apply("tensorboard-purge", "tensorboard-flush", "file-logger", "no-rollout", "fsdp2-idle-experts")

@@ -110,6 +110,7 @@ def build_trainer(plan: dict, recipe: Recipe, attempt: AttemptDir, resume_from: 
     from verl.utils.dataset.rl_dataset import collate_fn
 
     from atlasrl.trainer.dapo_trainer import DapoTrainer
+    from atlasrl.trainer.offline import StubScorer
     from atlasrl.trainer.scoring import Scorer
 
     config = compose(plan, recipe, resume_from)
@@ -131,7 +132,7 @@ def build_trainer(plan: dict, recipe: Recipe, attempt: AttemptDir, resume_from: 
         role_worker_mapping=parts.role_worker_mapping,
         resource_pool_manager=parts.init_resource_pool_mgr(config),
         ray_worker_group_cls=worker_group,
-        reward_fn=Scorer(manager),
+        reward_fn=StubScorer() if recipe.rollout.stub else Scorer(manager),
         val_reward_fn=Scorer(manager) if files else None,
         train_dataset=create_rl_dataset(config.data.train_files, config.data, tokenizer, None),
         val_dataset=create_rl_dataset(files, config.data, tokenizer, None, is_train=False) if files else None,

@@ -69,6 +69,19 @@ def write_one_line_per_step(original):
 
 
 @patch(
+    id="no-rollout",
+    reason="replayed and made-up answers need no engine; verl always builds one",
+    upstream="verl/workers/rollout/base.py, 0.7.0",
+    package="verl",
+    versions=VERL,
+    target="verl.workers.rollout.base:_ROLLOUT_REGISTRY",
+    expects="vLLMAsyncRollout",
+)
+def register_no_rollout(original):
+    return {**original, ("none", "async"): "atlasrl.trainer.offline.NoRollout"}
+
+
+@patch(
     id="fsdp2-idle-experts",
     reason="FSDP2 reduces only parameters that got a gradient on this worker; experts without tokens are skipped, the "
     "workers disagree and the collective aborts or mixes up parameters",
