@@ -22,6 +22,8 @@ from atlasrl.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 30
+ONE_NODE = ["backend=fsdp2", "parallel.expert=1"]
+"""The bare trainer is measured beside one Ray node; more nodes cost the job, not the trainer."""
 
 
 def whole_job(run: RunDir) -> float:
@@ -36,6 +38,7 @@ def whole_job(run: RunDir) -> float:
         "1",
         "--set",
         f"steps={STEPS}",
+        *(word for change in ONE_NODE for word in ("--set", change)),
         "--follow",
     ]
     subprocess.run([ROOT / "bin" / "train", "tiny", *options], check=True, stdout=subprocess.DEVNULL)
@@ -44,7 +47,7 @@ def whole_job(run: RunDir) -> float:
 
 def bare_trainer(run: RunDir, model: Path) -> float:
     """Seconds of `python -m atlasrl.trainer` on a running Ray."""
-    recipe = recipes.load("tiny", [f"steps={STEPS}"])
+    recipe = recipes.load("tiny", [f"steps={STEPS}", *ONE_NODE])
     plan = replace(plans.make(recipe, site.load("local"), run, nodes=1), model=str(model))
     plan = replace(
         plan, overrides=[replace(o, value=str(model)) if o.value == str(run.model) else o for o in plan.overrides]

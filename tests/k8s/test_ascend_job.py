@@ -137,9 +137,9 @@ def test_a_run_of_any_name_has_a_kubernetes_name(name):
 
 def test_nodes_of_one_machine_and_other_devices_are_refused(tmp_path):
     with pytest.raises(UsageFault, match="machines of their own"):
-        job(tmp_path / "run", recipe="tiny", nodes=1, site=Site())
+        job(tmp_path / "run", recipe="tiny", nodes=2, site=Site())
     with pytest.raises(UsageFault, match="device: npu"):
-        job(tmp_path / "run", recipe="tiny", nodes=1)
+        job(tmp_path / "run", recipe="tiny", nodes=2)
 
 
 def test_a_written_run_has_plan_attempt_and_journal_and_can_be_continued(tmp_path, monkeypatch):
