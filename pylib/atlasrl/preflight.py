@@ -1,20 +1,22 @@
 """The preflight stage of one node: `python -m atlasrl.preflight RUN RANK`.
 
-Everything cheap that can be wrong, each check one line; all of them run, so that one visit mends everything. Rank 0
-looks at the shared files (model, data), every rank at its own machine.
+Everything cheap that can be wrong, a line or more each; all checks run, so that one visit mends everything. Rank 0
+looks at the recipe and at the shared files (model, data), every rank at its own machine. An error stops the run, unless
+the recipe's `accept` names it.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
-from atlasrl import machine, stack
+from atlasrl import doctor, lint, machine, stack
 from atlasrl import plan as plans
+from atlasrl.doctor import Finding
 from atlasrl.errors import Fault
 from atlasrl.memory import verdict
 from atlasrl.plan import Plan
@@ -23,20 +25,58 @@ from atlasrl.rundir import RunDir
 COLUMNS = {"prompt": "the chat messages", "data_source": "which rule scores it", "reward_model": "its ground_truth"}
 
 
-def checks(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Names and checks; a check returns what it found or raises a Fault."""
-    yield "versions", lambda: check_versions(plan)
+Check = Callable[[], "str | Iterable[Finding]"]
+"""Returns what it found, or findings; or raises a Fault."""
+
+
+def checks(plan: Plan, rank: int) -> Iterator[tuple[str, Check]]:
+    """Names and checks of a node."""
+    if plan.recipe.device == "npu":
+        yield "node", lambda: examine_node(plan)
+    else:
+        yield "versions", lambda: check_versions(plan)
+        yield "shared memory", check_shared_memory
     yield "memory", lambda: check_memory(plan)
     yield "device memory", lambda: check_device_memory(plan)
-    yield "shared memory", check_shared_memory
     yield "disk", lambda: check_disk(plan)
     if rank == 0:
+        yield "lint", lambda: check_recipe(plan)
         yield "model", lambda: check_model(Path(plan.model_input), Path(plan.model))
         yield "data", lambda: check_data(Path(plan.train))
         if plan.val:
             yield "validation data", lambda: check_data(Path(plan.val))
         if plan.recipe.data.reward:
             yield "reward", lambda: check_reward(plan.recipe.data.reward)
+        if plan.recipe.guard:
+            yield "guard", lambda: check_guard(plan)
+
+
+def examine_node(plan: Plan) -> list[Finding]:
+    """What `bin/doctor` says of this node: devices, links, driver, CANN, packages, limits, folders, interface.
+
+    Imports take a minute and are tried where all else is in order.
+    """
+    wanted = {
+        "stack_name": plan.recipe.stack,
+        "devices_per_node": plan.devices_per_node,
+        "nic": plan.site.nic,
+        "paths": (plan.rundir.path, *plan.site.shared),
+    }
+    found = doctor.findings("npu", **wanted, without=["imports"])
+    accepted = plan.recipe.accept
+    if not any(each.state == "error" and each.name not in accepted for each in found):
+        others = doctor.checks("npu").keys() - {"imports"}
+        found += doctor.findings("npu", **wanted, without=others)
+    return found
+
+
+def check_recipe(plan: Plan) -> list[Finding]:
+    """The traps that lint knows of, with the variables of this plan."""
+    environment = {name: str(value.value) for name, value in plan.environment.items()}
+    found = lint.findings(plan.recipe, plan.nodes, plan.devices_per_node, environment=environment)
+    states = {"error": "error", "warning": "warn", "accepted": "warn"}
+    said = [Finding(each.rule, states[each.level], f"{each.found}; {each.reason}", each.remedy) for each in found]
+    return said or [Finding("lint", "ok", f"none of {len(lint.rules())} traps")]
 
 
 def check_versions(plan: Plan) -> str:
@@ -136,18 +176,45 @@ def check_reward(path: Path) -> str:
     return str(path)
 
 
+def check_guard(plan: Plan) -> str:
+    """The baseline and the rules that the trainer will hold the run against."""
+    from atlasrl.curves import guard
+
+    watch = guard.of_recipe(plan.recipe.guard, plan.rundir.path)
+    return f"{len(watch.guard.baselines)} baseline seeds, action {plan.recipe.guard.action}"
+
+
+def carried_out(name: str, check: Check) -> list[Finding]:
+    """Run a check; one that breaks is an error and hides no other."""
+    try:
+        said = check()
+    except Fault as fault:
+        return [Finding(name, "error", str(fault))]
+    except Exception as problem:
+        return [Finding(name, "error", f"{type(problem).__name__}: {problem}")]
+    return [Finding(name, "ok", said)] if isinstance(said, str) else list(said)
+
+
 def main(run: str, rank: str) -> int:
     plan = plans.load(RunDir(run))
-    failed = []
+    accepted, failed, names = set(plan.recipe.accept), [], set()
     for name, check in checks(plan, int(rank)):
-        try:
-            print(f"ok    {name}: {check()}")
-        except Fault as fault:
-            print(f"error: {name}: {fault}")
-            failed.append(name)
-        except Exception as problem:  # a check that breaks must not hide the others
-            print(f"error: {name}: {type(problem).__name__}: {problem}")
-            failed.append(name)
+        for found in carried_out(name, check):
+            names.add(found.name)
+            if found.state != "error":
+                print(f"{found.state:5} {found}")
+            elif found.name in accepted:
+                print(f"warn  {found} (accepted by the recipe)")
+            else:
+                print(f"error: {found}")
+                failed.append(found)
+    if rank == "0" and (unknown := accepted - names - {rule.id for rule in lint.rules()}):
+        print(f"warn  accept: {', '.join(sorted(unknown))} is no rule of lint and nothing that was checked here")
+    if len(failed) > 1:  # the last line is what the run's end is told by
+        which = ", ".join(dict.fromkeys(found.name for found in failed))
+        print(f"error: {len(failed)} findings ({which}), each with its remedy in this log; the first: {failed[0]}")
+    elif failed:
+        print(f"error: {failed[0]}")
     return 1 if failed else 0
 
 

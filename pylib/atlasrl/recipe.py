@@ -41,6 +41,7 @@ class Data(Section):
     max_prompt_tokens: PositiveInt = 2048
     max_response_tokens: PositiveInt = 8192
     shuffle: bool = True
+    deduplicate: bool = Field(True, description="each prompt once an epoch, however often it is in the data")
 
 
 class Parallel(Section):

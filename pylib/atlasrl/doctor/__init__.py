@@ -5,10 +5,10 @@ differences([report, ...])                        what differs between nodes
 findings("npu")                                   for the preflight stage
 """
 
-from atlasrl.doctor.examination import examine, findings
+from atlasrl.doctor.examination import checks, examine, findings
 from atlasrl.doctor.expected import Expected
 from atlasrl.doctor.finding import Fact, Finding, Report
 from atlasrl.doctor.host import Host
 from atlasrl.doctor.merge import differences
 
-__all__ = ["Expected", "Fact", "Finding", "Host", "Report", "differences", "examine", "findings"]
+__all__ = ["Expected", "Fact", "Finding", "Host", "Report", "checks", "differences", "examine", "findings"]

@@ -1,7 +1,7 @@
 """Lint: known traps of a recipe, found before 256 devices are asked for. Pure; see docs/lint.md.
 
-An error stops a start, a warning is shown. A rule of which the case knows too little (no stack, no configuration of the
-model) stays silent.
+An error stops a start (unless the recipe's `accept` names its rule), a warning is shown. A rule of which the case knows
+too little (no stack, no configuration of the model) stays silent.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ def findings(
 
     case = gather(recipe, nodes, devices, stack or stacks.of_recipe(recipe), environment)
     found = [
-        Finding(each.id, each.level, sentence, each.reason, each.source, each.remedy)
+        Finding(each.id, _level(each, recipe), sentence, each.reason, each.source, each.remedy)
         for each in rules()
         for sentence in each.check(case)
     ]
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def _level(rule: Rule, recipe: Recipe) -> str:
+    return "accepted" if rule.level == "error" and rule.id in recipe.accept else rule.level

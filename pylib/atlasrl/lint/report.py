@@ -15,7 +15,9 @@ def text(title: str, found: list[Finding], numbers: Arithmetic) -> str:
         lines += [f"{each.level} {each.rule}: {each.found}", f"    why     {each.reason}"]
         lines += [f"    do      {each.remedy}", f"    source  {each.source}"]
     errors = sum(each.level == "error" for each in found)
-    return "\n".join([*lines, f"{len(rules())} rules: {errors} error(s), {len(found) - errors} warning(s)"])
+    accepted = sum(each.level == "accepted" for each in found)
+    counts = f"{errors} error(s), {len(found) - errors - accepted} warning(s)"
+    return "\n".join([*lines, f"{len(rules())} rules: {counts}" + (f", {accepted} accepted" if accepted else "")])
 
 
 def as_json(recipe: str, stack: str | None, found: list[Finding], numbers: Arithmetic) -> dict:

@@ -8,7 +8,8 @@ from typing import Literal
 
 from atlasrl.lint.case import Case
 
-Level = Literal["error", "warning"]
+Level = Literal["error", "warning", "accepted"]
+"""Accepted: an error that the recipe's `accept` names; it stops nothing."""
 
 
 @dataclass(frozen=True)

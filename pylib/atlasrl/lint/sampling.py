@@ -88,7 +88,7 @@ def stale_policy(case: Case):
 
 @rule(
     "long-warmup",
-    "error",
+    "warning",
     reason="the run ends before the learning rate is reached",
     source="verl v0.7.0 actor.optim.lr_warmup_steps (counted in updates)",
     remedy="lower optimizer.warmup_steps",
