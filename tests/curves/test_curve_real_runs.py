@@ -17,7 +17,12 @@ from atlasrl.cli.compare import main as compare
 
 RECORDED = Path(__file__).parent / "real_runs"
 SEEDS = ("seed1", "seed2", "seed3", "seed4")
-FAULTS = {"learning_rate_x3": "learning_rate", "shuffled_answers": "reward"}
+FAULTS = {
+    "learning_rate_x3": "learning_rate",
+    "shuffled_answers": "reward",
+    "frozen_sync": "rollout_probability_difference",
+    "wrong_scale": "rollout_probability_difference",
+}
 
 pytestmark = [] if all((RECORDED / f"{name}.csv.gz").exists() for name in (*SEEDS, *FAULTS)) else [pytest.mark.nightly]
 

@@ -3,7 +3,7 @@
     env/python tests/curves/real_runs/record.py FOLDER [NAME ...]
 
 Runs are made in FOLDER/runs (a finished one is not trained again); NAME.csv.gz files are written beside this script.
-About three minutes per run on two idle cores.
+About two minutes per run on two idle cores.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from atlasrl.rundir import RunDir
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parents[2]
 ALIKE = ["steps=30", "validate_every=0", "checkpoint.save_every=30"]
+PLANTED = 'verl={"actor_rollout_ref.model.external_lib": "tests.curves.real_runs.%s"}'
 RUNS = {
     "seed1": ["seed=1"],
     "seed2": ["seed=2"],
@@ -26,7 +27,10 @@ RUNS = {
     "seed4": ["seed=4"],
     "learning_rate_x3": ["seed=5", "optimizer.learning_rate=6e-4"],
     "shuffled_answers": ["seed=6", "data.train={shuffled}"],
+    "frozen_sync": ["seed=7", PLANTED % "frozen_sync"],
+    "wrong_scale": ["seed=8", PLANTED % "wrong_scale", "environment.ATLASRL_WITHOUT_FIX=alarm-at-start"],
 }
+"""A run of the wrong scale would not start: the alarm finds it first."""
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -36,7 +40,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names or RUNS:
         run = RunDir(runs / name)
         if not any(attempt.outcome.exists() for attempt in run.attempts()):
-            changes = [change.format(shuffled=shuffled) for change in (*ALIKE, *RUNS[name])]
+            changes = [change.replace("{shuffled}", str(shuffled)) for change in (*ALIKE, *RUNS[name])]
             settings = [word for change in changes for word in ("--set", change)]
             train = [str(PROJECT / "bin/train"), "tiny", "--name", name, "--runs", str(runs), "--follow", *settings]
             subprocess.run(train, check=True)
