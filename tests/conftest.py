@@ -22,7 +22,7 @@ def pytest_ignore_collect(collection_path, config):
     return None if alone or wanted.evaluate(lambda name, **_: name in SLOW) else True  # a test may carry several marks
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(wrapper=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Two processes (pytest-xdist, loadgroup): tests on the Slurm cluster share it, others their file's fixtures."""
 
@@ -34,3 +34,4 @@ def pytest_collection_modifyitems(items):
         if place(item) < len(SLOW):
             shared = item.path.parent if item.path.parent.name == "cluster" else item.path
             item.add_marker(pytest.mark.xdist_group(str(shared)))
+    return (yield)
