@@ -20,6 +20,7 @@ from atlasrl.precision.rollouts import Generation, Recording, Replay, tokens_dig
 from atlasrl.recipe import Recipe, Stub
 from atlasrl.rundir import RunDir
 from atlasrl.trainer.cpu.manager import BatchRollouts
+from atlasrl.trainer.records import prompt_tokens
 
 
 class NoRollout(BaseRollout):
@@ -151,9 +152,7 @@ def generation_of(ids: list[str], answers: DataProto) -> Generation:
         Fault: a column that JSON does not hold.
     """
     tensors = {name: tensor.detach().cpu() for name, tensor in answers.batch.items()}
-    samples = len(answers) // len(ids)
-    prompts, mask = tensors["prompts"][::samples], tensors["attention_mask"][::samples, : tensors["prompts"].shape[1]]
-    tokens = [tokens_digest(row[seen.bool()].tolist()) for row, seen in zip(prompts, mask, strict=True)]
+    tokens = prompt_tokens(answers, len(ids))
     return Generation(ids, tokens, tensors, {n: _plain(n, column) for n, column in answers.non_tensor_batch.items()})
 
 

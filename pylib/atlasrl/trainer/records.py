@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from atlasrl.precision.rollouts import tokens_digest
+
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Mean |log p(rollout) - log p(actor)| per answer token that rounding explains."""
 
@@ -27,7 +29,20 @@ def samples_record(step: int, ids: Sequence[str], answers, weights: str | None) 
         "responses": _sha(_masked_responses(answers).numpy().tobytes()),
         "weights": weights,
         "prompt_ids": list(ids),
+        "prompt_tokens": prompt_tokens(answers, len(ids)),
     }
+
+
+def prompt_tokens(answers, prompts: int) -> list[str]:
+    """Digest of each prompt's tokens: the same text under another template or tokenizer is told apart.
+
+    Args:
+        answers: DataProto, group-major, with `prompts` [rows, width] and `attention_mask` [rows, width + answer].
+    """
+    samples = max(1, len(answers.batch["prompts"]) // prompts)
+    rows = answers.batch["prompts"][::samples]
+    mask = answers.batch["attention_mask"][::samples, : rows.shape[1]].bool()
+    return [tokens_digest(row[seen].tolist()) for row, seen in zip(rows, mask, strict=True)]
 
 
 def append(path: Path, record: dict) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from atlasrl.errors import Fault
+from atlasrl.precision import duplicates
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import AttemptDir
 from atlasrl.trainer import patches
@@ -115,6 +116,8 @@ def build_trainer(plan: dict, recipe: Recipe, attempt: AttemptDir, resume_from: 
 
     config = compose(plan, recipe, resume_from)
     OmegaConf.resolve(config)
+    if recipe.data.deduplicate:
+        config.data.train_files = duplicates.removed(list(config.data.train_files), attempt.run)
     for outcome in patches.outcomes():
         if outcome.state in {"switched off", "does not apply"}:
             print(f"warning: fix {outcome.id} is {outcome.state}: {outcome.detail}", flush=True)
