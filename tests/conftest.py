@@ -2,8 +2,8 @@
 
 import re
 
-import pytest
 from _pytest.mark.expression import Expression
+from xdist.scheduler import LoadFileScheduling
 
 SLOW = ("cluster", "training", "verl", "browser", "nightly")
 """The longest queue starts first, so that both processes of `make test` end together."""
@@ -22,16 +22,18 @@ def pytest_ignore_collect(collection_path, config):
     return None if alone or wanted.evaluate(lambda name, **_: name in SLOW) else True  # a test may carry several marks
 
 
-@pytest.hookimpl(wrapper=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Two processes (pytest-xdist, loadgroup): tests on the Slurm cluster share it, others their file's fixtures."""
-
     def place(item) -> int:
         return next((place for place, name in enumerate(SLOW) if item.get_closest_marker(name)), len(SLOW))
 
     items.sort(key=place)
-    for item in items:
-        if place(item) < len(SLOW):
-            shared = item.path.parent if item.path.parent.name == "cluster" else item.path
-            item.add_marker(pytest.mark.xdist_group(str(shared)))
-    return (yield)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """The files of tests/cluster share one Slurm cluster, so one process runs them all."""
+    return OneCluster(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class OneCluster(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
