@@ -1,7 +1,7 @@
 """Variables that make the same seeds give the same numbers, for recipes with `deterministic: true`.
 
 They must be set before the processes start: HCCL, cuBLAS and Python read them once. `settle()` adds what only torch can
-be told, in each worker. Determinism costs speed, and gives equal numbers only for equal devices, splits and versions.
+be told, in each process that loads verl, and `prove()` asks all of them before the first step. Determinism costs speed, and gives equal numbers only for equal devices, splits and versions.
 
 Sources: verl docs/ascend_tutorial/ascend_consistency.rst; CANN's list of environment variables; MindSpeed
 `extend_seed_all`, which sets the same but is called only by Megatron's own training loop, never by verl; PyTorch's
@@ -11,7 +11,10 @@ notes on randomness.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Literal
+
+from atlasrl.errors import Fault
 
 Device = Literal["npu", "cuda", "cpu"]
 
@@ -65,6 +68,8 @@ def missing(device: Device) -> list[str]:
         for name, (value, _) in wanted.items()
         if os.environ.get(name) != value
     ]
+    if sys.flags.hash_randomization and os.environ.get("PYTHONHASHSEED") == "0":
+        lines.append("PYTHONHASHSEED was set after Python had started")
     if not torch.are_deterministic_algorithms_enabled():
         lines.append("torch.use_deterministic_algorithms is off in this process")
     return lines
@@ -80,3 +85,30 @@ def settle() -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+
+
+def prove(device: Device, actors: dict) -> None:
+    """Ask this process and each Ray actor whether it is deterministic.
+
+    Args:
+        device: the recipe's device.
+        actors: name -> handle.
+
+    Raises:
+        Fault: names the processes that are not, and what the first of them lacks.
+    """
+    import ray
+
+    asked = [actor.__ray_call__.remote(_missing_there, device) for actor in actors.values()]
+    answers = {"trainer": missing(device), **dict(zip(actors, ray.get(asked), strict=True))}
+    if guilty := {name: lines for name, lines in answers.items() if lines}:
+        name, lines = next(iter(guilty.items()))
+        raise Fault(
+            f"deterministic: {len(guilty)} of {len(answers)} processes are not ({', '.join(guilty)}); {name}: "
+            f"{'; '.join(lines)}. A variable of the recipe or the site may replace one of these, or the process was "
+            "started by other hands"
+        )
+
+
+def _missing_there(_actor, device: Device) -> list[str]:
+    return missing(device)

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from atlasrl import raycluster, stacks
+from atlasrl import determinism, raycluster, stacks
 from atlasrl import recipe as recipes
 from atlasrl import site as sites
 from atlasrl.errors import Fault, UsageFault
@@ -220,6 +220,10 @@ def _environment(recipe: Recipe, site: Site, run: RunDir) -> dict[str, Value]:
     if site.nic:
         reason = "the site's `nic`: one interface for all"
         environment |= {name: Value(site.nic, reason) for name in INTERFACES}
+    if recipe.deterministic:
+        mode = (recipe.environment | site.environment).get("HCCL_OP_EXPANSION_MODE")
+        for name, (value, reason) in determinism.environment(recipe.device, mode).items():
+            environment[name] = Value(value, f"deterministic: {reason}")
     for origin, extra in (("recipe", recipe.environment), ("site", site.environment)):
         environment |= {name: Value(value, f"the {origin}'s `environment`") for name, value in extra.items()}
     return environment

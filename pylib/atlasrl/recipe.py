@@ -164,6 +164,7 @@ class Recipe(Section):
     steps: PositiveInt = 100
     validate_every: Annotated[int, Field(ge=0)] = Field(0, description="steps between validations; 0: never")
     seed: int = 1
+    deterministic: bool = Field(False, description="equal seeds give equal numbers, slower; proven on every worker")
     inputs: InputScript | None = None
     model: ModelInput = ModelInput()
     data: Data = Data()

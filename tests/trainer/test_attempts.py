@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainer_assets import make_assets, recipe_tree, write_plan
+from trainer_assets import deterministic_variables, make_assets, recipe_tree, write_plan
 
 from atlasrl import checkpoints
 from atlasrl.rundir import RunDir, read_json_lines
@@ -234,9 +234,11 @@ def test_filled_groups_do_not_move_the_policy(tmp_path, assets, ray_address):
         dapo__max_gen_batches=1,
         dapo__when_exhausted="fill",
         optimizer__weight_decay=0.0,
+        deterministic=True,
     )
-    attempt = Attempt(run, 1, ray_address)
+    attempt = Attempt(run, 1, ray_address, **deterministic_variables())
     assert attempt.wait() == 0, attempt.tail()
+    assert [e["processes"] for e in run.events() if e["event"] == "deterministic"] == [2], "proven on every process"
     first, second = (line["weights"] for line in attempt.samples())
     assert first == second
     assert attempt.metric("train/groups_filled") == [4.0, 4.0]

@@ -85,13 +85,19 @@ def write_plan(run_path: Path, tree: dict, assets: dict[str, Path], *, validate:
     plan = {
         "recipe": recipe.model_dump(mode="json"),
         "run": str(run.path),
-        "environment": {"OMP_NUM_THREADS": "1"},
+        "environment": {"OMP_NUM_THREADS": "1", **(deterministic_variables() if recipe.deterministic else {})},
         "overrides": [asdict(override) for override in overrides],
         **shape,
         **paths,
     }
     run.plan.write_text(json.dumps(plan))
     return run
+
+
+def deterministic_variables() -> dict[str, str]:
+    from atlasrl import determinism
+
+    return {name: value for name, (value, _) in determinism.environment("cpu").items()}
 
 
 def _tokenizer():

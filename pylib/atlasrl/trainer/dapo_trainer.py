@@ -10,6 +10,7 @@ from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from atlasrl import determinism
 from atlasrl.errors import Fault
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import AttemptDir
@@ -59,9 +60,19 @@ class DapoTrainer(RayPPOTrainer):
 
     def init_workers(self):
         super().init_workers()
+        if self.recipe.deterministic:
+            self._prove_deterministic()
         manager = offline.instead_of(self.async_rollout_manager, self.recipe, self.config, self.tokenizer)
         self.async_rollout_manager = StoredRollouts(manager)
         self.recorder = offline.Recorder(self.attempt.run) if self.recipe.rollout.record else None
+
+    def _prove_deterministic(self) -> None:
+        """Raises Fault when a worker or a rollout server is not set up as the recipe's `deterministic` asks."""
+        actors = {f"worker {rank}": worker for rank, worker in enumerate(self.actor_rollout_wg.workers)}
+        for number, replica in enumerate(getattr(self.async_rollout_manager, "rollout_replicas", ())):
+            actors |= {f"rollout server {number}.{rank}": server for rank, server in enumerate(replica.servers)}
+        determinism.prove(self.recipe.device, actors)
+        self.attempt.run.record("deterministic", attempt=self.attempt.number, processes=1 + len(actors))
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         filled = torch.from_numpy(batch.non_tensor_batch["filled"].astype(bool))

@@ -37,9 +37,9 @@ def plugins(recipe: Recipe) -> list[str]:
     """Modules that every verl process of this recipe loads, in this order."""
     on_cpu = recipe.device == "cpu"
     device = "atlasrl.trainer.cpu" if on_cpu else "atlasrl.trainer.plugin"
-    if recipe.backend == "fsdp2":
-        return [device, "atlasrl.trainer.fsdp2_plugin"]
-    return [device, "atlasrl.trainer.cpu.megatron" if on_cpu else "atlasrl.trainer.megatron_plugin"]
+    megatron = "atlasrl.trainer.cpu.megatron" if on_cpu else "atlasrl.trainer.megatron_plugin"
+    backend = "atlasrl.trainer.fsdp2_plugin" if recipe.backend == "fsdp2" else megatron
+    return [device, backend, *(["atlasrl.trainer.deterministic_plugin"] if recipe.deterministic else [])]
 
 
 def connect(plan: dict, recipe: Recipe) -> None:
