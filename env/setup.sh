@@ -4,6 +4,7 @@
 #
 #   env/setup.sh cpu                              everything runs on this machine, no accelerator
 #   env/setup.sh npu                              the job side on an Ascend node (CANN stack comes with the image)
+#   env/setup.sh npu --stack a2-0.7.1             the job side and a whole stack of env/stacks, in its order
 #   env/setup.sh cpu --wheels /path/to/wheels     install from a folder of wheels only (air-gapped site)
 #   env/setup.sh cpu --extra-index URL            also look there, for example for CPU builds of torch
 #
@@ -12,6 +13,8 @@ set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "$0")")/.." && pwd)
 venv=${ATLASRL_VENV:-$root/.venv}
 pip_options=()
+stack=
+stack_options=()
 
 fail() { echo "error: $1" >&2; exit "${2:-1}"; }
 
@@ -24,7 +27,11 @@ esac
 while [ $# -gt 0 ]; do
     case $1 in
         --wheels) [ -d "${2:-}" ] || fail "--wheels ${2:-}: no such folder" 2
-                  pip_options+=(--no-index --find-links "$2"); shift 2 ;;
+                  pip_options+=(--no-index --find-links "$2"); stack_options=(--wheels "$2"); shift 2 ;;
+        --stack) [ "$device" = npu ] || fail "--stack is for npu; the cpu has one stack" 2
+                 [ -f "$root/env/stacks/${2:-}.yaml" ] || [ -f "${2:-}" ] ||
+                     fail "--stack ${2:-}: no such stack; there are $(cd "$root/env/stacks" && echo *.yaml | sed 's/\.yaml//g')" 2
+                 stack=$2; shift 2 ;;
         --extra-index) [ -n "${2:-}" ] || fail "--extra-index needs a URL" 2
                        pip_options+=(--extra-index-url "$2"); shift 2 ;;
         *) fail "unknown option $1; see env/setup.sh --help" 2 ;;
@@ -94,5 +101,8 @@ else
 fi
 step "bytecode" "a full disk" "$(cat "$root"/env/requirements-"$device"*.txt)" -- compile
 step "proof: versions and imports" "a package of another environment on PYTHONPATH" "$(cat "$root"/env/requirements-"$device"*.txt)" -- prove
+if [ -n "$stack" ]; then
+    PYTHONPATH="$root/pylib:$root" "$venv/bin/python" -m atlasrl.install "$stack" "${stack_options[@]}"
+fi
 touch "$venv/ready-$device"
 echo "environment ready: $venv"

@@ -1,7 +1,8 @@
 """Variables that make the same seeds give the same numbers, for recipes with `deterministic: true`.
 
 They must be set before the processes start: HCCL, cuBLAS and Python read them once. `settle()` adds what only torch can
-be told, in each process that loads verl, and `prove()` asks all of them before the first step. Determinism costs speed, and gives equal numbers only for equal devices, splits and versions.
+be told, in each process that loads verl, and `prove()` asks all of them before the first step. Determinism costs speed,
+and gives equal numbers only for equal devices, splits and versions.
 
 Sources: verl docs/ascend_tutorial/ascend_consistency.rst; CANN's list of environment variables; MindSpeed
 `extend_seed_all`, which sets the same but is called only by Megatron's own training loop, never by verl; PyTorch's

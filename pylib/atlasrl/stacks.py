@@ -56,6 +56,7 @@ class Step(Section):
     remove: list[Text] = Field([], description="packages that must go first because they shadow one of these")
     dependencies: bool = Field(True, description="false: --no-deps, since the declared ones are wrong for this device")
     requirements: Text | None = Field(None, description="a requirements file of the package's clone, installed first")
+    clone: Text | None = Field(None, description="URL@COMMIT where that file is, for a package that is a release")
     environment: dict[str, Text] = Field({}, description="variables that the build reads")
     check: Text | None = Field(None, description="shell line that must hold; for what pip cannot install")
     note: str = ""
@@ -106,6 +107,9 @@ class Stack(Section):
         for name in self.packages:
             if installed.count(name) != 1:
                 raise ValueError(f"{name} stands in {installed.count(name)} install steps; each package needs one")
+        for step in self.install:
+            if step.requirements and (len(step.packages) != 1 or not self.clone_of(step)):
+                raise ValueError(f"{step.name}: requirements need one package, from git or with `clone`")
         return self
 
     def version(self, package: str) -> str | None:
@@ -122,6 +126,14 @@ class Stack(Section):
 
         version = self.version(package)
         return version is not None and SpecifierSet(versions).contains(version, prereleases=True)
+
+    def clone_of(self, step: Step) -> tuple[str, str] | None:
+        """(URL, commit) of the clone that holds the step's requirements file."""
+        if step.clone:
+            url, _, commit = step.clone.rpartition("@")
+            return url, commit
+        package = self.packages[step.packages[0]]
+        return (package.git, package.commit) if package.git else None
 
     def commands(self, step: Step, wheels: Path | None = None) -> list[list[str]]:
         """The pip commands of a step, in order, without the interpreter; from a folder of wheels when there is one.
