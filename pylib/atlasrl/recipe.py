@@ -88,6 +88,12 @@ class Rollout(Section):
     tensor: PositiveInt = 1
     expert: PositiveInt = 1
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    graph: Literal["none", "torchair", "acl"] = Field(
+        "none", description="decoding as a captured graph on an NPU; latent attention of vllm-ascend 0.10: torchair"
+    )
+    chunked_prefill: bool = Field(
+        False, description="fused kernel for chunked prefill of latent attention (vllm-ascend 0.10; later: always)"
+    )
     record: bool = Field(False, description="keep the answers of every step in RUN/rollouts")
     replay: PathLike | None = Field(None, description="run (or its rollouts folder) whose answers are trained on again")
     stub: Stub | None = None
@@ -152,6 +158,14 @@ class Guard(Section):
     rules: PathLike | None = Field(None, description="rules file instead of the defaults")
 
 
+class Probe(Section):
+    """What a run records for bin/probe."""
+
+    syncs: Annotated[int, Field(ge=0)] = Field(
+        0, description="first weight syncs around which weights are digested and derived tensors checked"
+    )
+
+
 class Recipe(Section):
     """What to train. `nodes` and `devices_per_node` are defaults that the command line may change."""
 
@@ -174,6 +188,7 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard | None = None
+    probe: Probe = Probe()
     accept: list[Text] = Field([], description="rules of lint and checks of preflight that do not stop this run")
     environment: dict[str, Text] = Field({}, description="extra environment variables of every process of the job")
     verl: dict[str, Scalar | list | dict] = Field({}, description="verl (hydra) keys passed through unchanged")

@@ -100,6 +100,11 @@ class AttemptDir:
         return self.path / "samples.jsonl"
 
     @property
+    def weights(self) -> Path:
+        """Digests of the first weight syncs, one file a worker (probe.syncs)."""
+        return self.path / "weights"
+
+    @property
     def stop_request(self) -> Path:
         """Present when someone asked the attempt to end: {"save": bool}."""
         return self.path / "stop.json"

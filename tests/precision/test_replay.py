@@ -13,7 +13,10 @@ from trainer_assets import make_assets, recipe_tree, write_plan
 
 from atlasrl import checkpoints
 from atlasrl.errors import Fault, UsageFault
+from atlasrl.precision import weights
 from atlasrl.rundir import RunDir, read_json_lines
+
+pytestmark = pytest.mark.verl
 
 PYLIB = Path(__file__).parents[2] / "pylib"
 
@@ -54,13 +57,25 @@ def _flatten(tree, name, flat):
         flat[name] = (tree.to_local() if hasattr(tree, "to_local") else tree).numpy().tobytes()
 
 
+def assert_weights_came_over(run: RunDir):
+    """The digests of both syncs: the rollout got what training had, and training moved in between."""
+    [syncs] = weights.read(run.attempt(1).weights).values()
+    assert [line["sync"] for line in syncs] == [1, 2]
+    assert list(weights.suspicions(syncs)) == []
+    assert len(syncs[0]["sent"]) == len(syncs[0]["after"]) > 30
+    assert all(unmoved.endswith("e_score_correction_bias") for unmoved in weights.unmoved(syncs))
+
+
 @pytest.mark.training
 def test_replayed_steps_end_in_bitwise_the_same_weights_and_moments(tmp_path, assets):
-    original, code, log = train(tmp_path / "original", assets, rollout__record=True)
+    original, code, log = train(tmp_path / "original", assets, rollout__record=True, probe__syncs=2)
     assert code == 0, log
+    assert_weights_came_over(original)
     replayed, code, log = train(tmp_path / "replayed", assets, rollout__replay=str(original.path))
     assert code == 0, log
     assert "nothing is generated" in log
+
+    assert not replayed.attempt(1).weights.exists(), "nothing is synchronised"
 
     expected = trained_tensors(original)
     assert len(expected) > 100 and trained_tensors(replayed) == expected
@@ -105,7 +120,6 @@ def batch(prompts: list[str], samples: int, **info):
     return rows.repeat(samples, interleave=True)
 
 
-@pytest.mark.verl
 def test_made_up_lengths_follow_the_distribution_and_every_group_is_mixed(parts):
     from atlasrl.recipe import Stub
     from atlasrl.trainer.offline import StubRollouts, StubScorer
@@ -123,7 +137,6 @@ def test_made_up_lengths_follow_the_distribution_and_every_group_is_mixed(parts)
     assert (groups.min(1).values == -1).all() and (groups.max(1).values == 1).all()
 
 
-@pytest.mark.verl
 def test_a_changed_chat_template_or_another_prompt_is_refused(parts, tmp_path):
     from copy import deepcopy
 

@@ -18,6 +18,9 @@ PYLIB = Path(__file__).resolve().parents[2]
 
 PLUGINS = "VERL_USE_EXTERNAL_MODULES"
 
+WATCH_SYNCS, WATCH_FOLDER = "ATLASRL_WATCH_SYNCS", "ATLASRL_WATCH_FOLDER"
+"""Environment: how many weight syncs a worker records (recipe: probe.syncs), and where."""
+
 
 def prepare_environment(plan: dict, recipe: Recipe, attempt: AttemptDir, first_step: int) -> None:
     """Environment of this process, before verl is imported."""
@@ -27,6 +30,9 @@ def prepare_environment(plan: dict, recipe: Recipe, attempt: AttemptDir, first_s
     os.environ.update({**plan.get("environment", {}), **recipe.environment})
     given = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
     os.environ[PLUGINS] = ",".join(dict.fromkeys([*given, *plugins(recipe)]))
+    if recipe.probe.syncs:
+        os.environ[PLUGINS] += ",atlasrl.trainer.sync_plugin"
+        os.environ |= {WATCH_SYNCS: str(recipe.probe.syncs), WATCH_FOLDER: str(attempt.weights)}
     os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar swallows the beginning of the next line of a log
     os.environ["TENSORBOARD_DIR"] = str(attempt.run.tensorboard)
     os.environ["VERL_FILE_LOGGER_PATH"] = str(attempt.metrics)
@@ -51,6 +57,7 @@ def connect(plan: dict, recipe: Recipe) -> None:
     import ray
 
     names = {*plan.get("environment", {}), *recipe.environment, PLUGINS, patches.WITHOUT, "OMP_NUM_THREADS"}
+    names |= {WATCH_SYNCS, WATCH_FOLDER} if recipe.probe.syncs else set()
     environment = {name: os.environ[name] for name in sorted(names) if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PYLIB), os.environ.get("PYTHONPATH")]))
     needed = plan["nodes"] * plan["devices_per_node"]
