@@ -125,7 +125,7 @@ def digests(settings: Mapping[str, object]) -> dict[str, str]:
     for role in ("train", "val"):
         files = settings.get(f"data.{role}_files") or []
         chosen |= {f"{role}/{i}": Path(str(f)) for i, f in enumerate([files] if isinstance(files, str) else files)}
-    return {role: _sha256(file) for role, file in chosen.items() if file.is_file()}
+    return {role: digest for role, file in chosen.items() if (digest := _sha256(file)) is not None}
 
 
 def flat(tree: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -243,9 +243,13 @@ def value_of(text: str) -> object:
         return text
 
 
-def _sha256(file: Path) -> str:
+def _sha256(file: Path) -> str | None:
+    """Of a file's content; None where there is no file that can be read."""
     digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
+    try:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
     return digest.hexdigest()

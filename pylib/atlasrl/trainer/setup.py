@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from atlasrl.errors import Fault
-from atlasrl.precision import duplicates
+from atlasrl.precision import duplicates, effective
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import AttemptDir
 from atlasrl.trainer import patches
@@ -125,6 +125,7 @@ def build_trainer(plan: dict, recipe: Recipe, attempt: AttemptDir, resume_from: 
     OmegaConf.resolve(config)
     if recipe.data.deduplicate:
         config.data.train_files = duplicates.removed(list(config.data.train_files), attempt.run)
+    effective.record(attempt, OmegaConf.to_container(config), plan["recipe"])
     for outcome in patches.outcomes():
         if outcome.state in {"switched off", "does not apply"}:
             print(f"warning: fix {outcome.id} is {outcome.state}: {outcome.detail}", flush=True)
