@@ -74,4 +74,55 @@ def scoring(answers, left, right, step, data_source, python_left, python_right, 
     sys.exit(1 if found else 0)
 
 
-VERBS = {"configs": configs, "scoring": scoring}
+@command
+@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.argument("folder", type=click.Path(file_okay=False))
+@click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Recorded step to run over.")
+@click.option("--rows", type=click.IntRange(min=1), default=8, show_default=True, help="Answers of that step.")
+@click.option("--model", help="Hugging Face folder. Default: the model that RUN started from.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda:0 or npu:0.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the recipe's.")
+@click.option("--limit", type=click.IntRange(min=1), default=256, show_default=True, help="Largest dump, in MB.")
+@click.option("--sample", type=click.IntRange(min=1), default=256, show_default=True, help="Elements kept per tensor.")
+@click.option("--tool", type=click.Choice(["atlasrl", "msprobe"]), default="atlasrl", show_default=True)
+def dump(run, folder, step, rows, model, device, dtype, limit, sample, tool):
+    """Axis 4: dump what each module makes of RUN's recorded answers.
+
+    The run needs `rollout.record: true`. One device holds the model: cut a large one first (bin/ckpt shrink). Dumps of
+    two machines are compared with bin/probe stack.
+
+    \b
+    bin/probe dump runs/npu-1 /tmp/npu --device npu:0
+    bin/probe dump runs/npu-1 /tmp/gpu --device cuda:0          on the other machine
+    """
+    from pathlib import Path
+
+    from atlasrl.precision.dumping import dump_run
+    from atlasrl.rundir import RunDir
+
+    chosen = {"step": step, "rows": rows, "model": model, "device": device, "dtype": dtype, "tool": tool}
+    bounds = {"limit": limit << 20, "sample": sample}
+    click.echo(f"dump: {dump_run(RunDir(run), Path(folder), **chosen, **bounds)}")
+
+
+@command
+@click.argument("left", type=click.Path(exists=True, file_okay=False))
+@click.argument("right", type=click.Path(exists=True, file_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def stack(left, right, as_json):
+    """Axis 4: find the first module that makes two dumps differ.
+
+    LEFT and RIGHT are folders of bin/probe dump, or of msprobe (level L0, task statistics). Exit code 1: one was found.
+    """
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from atlasrl.precision import bisect, dumps
+
+    sides = [dumps.read(Path(side)) for side in (left, right)]
+    finding = bisect.compare(*sides)
+    click.echo(json.dumps(asdict(finding), indent=1) if as_json else bisect.text(*sides, finding))
+    sys.exit(1 if finding.culprit else 0)
+
+
+VERBS = {"configs": configs, "dump": dump, "stack": stack, "scoring": scoring}

@@ -1,0 +1,222 @@
+"""Bisection names the module that was broken, in few comparisons, from dumps that stay small."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from atlasrl.errors import Fault, UsageFault
+from atlasrl.precision import bisect, dumps, stack
+
+WIDTH = 16
+
+
+class Attention(nn.Module):
+    """Two branches that meet in the arithmetic of the module itself, as in latent attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = 4 * WIDTH**-0.5  # sharp enough that the scale matters
+
+    def forward(self, hidden):
+        query, key = self.q(hidden), self.kv(hidden)
+        weights = (query @ key.transpose(-1, -2) * self.scale).softmax(-1)
+        return self.o(weights @ key)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        hidden = self.norm(hidden)
+        hidden = hidden + self.attention(hidden)
+        return hidden + self.mlp(hidden).relu()
+
+
+class Model(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, hidden):
+        tokens = hidden  # given to each layer anew: averaging alone makes all tokens equal, then no scale matters
+        for layer in self.layers:
+            hidden = layer(hidden + tokens)
+        return self.head(hidden)
+
+
+def model(layers=8):
+    torch.manual_seed(0)
+    return Model(layers)
+
+
+def dump(folder, network, dtype=torch.float32, **bounds):
+    recorder = stack.Recorder(folder, inputs="same", **bounds)
+    network = network.to(dtype)
+    recorder.weights(network)
+    hidden = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with recorder.watch(network):
+        out = network(hidden)
+    network.zero_grad()
+    out.float().pow(2).mean().backward()
+    recorder.gradients(network)
+    return dumps.read(recorder.close())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return dump(tmp_path_factory.mktemp("whole") / "dump", model())
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return dump(tmp_path_factory.mktemp("deep") / "dump", model(32))
+
+
+def scale(layer, network):
+    network.layers[layer].attention.scale *= 1.5
+
+
+def weight(layer, network, part="mlp"):
+    with torch.no_grad():
+        network.layers[layer].get_submodule(part).weight.neg_()
+
+
+@pytest.mark.parametrize("layer", [21, 30])
+def test_a_wrong_scale_is_found_in_log2_of_the_layers(tmp_path, deep, layer):
+    broken = model(32)
+    scale(layer, broken)
+    finding = bisect.compare(deep, dump(tmp_path / "d", broken))
+    assert finding.culprit == f"layers.{layer}.attention" and "arithmetic of Attention itself" in finding.why
+    assert finding.comparisons <= math.log2(32) + 13  # the layers, and what is inside one
+
+
+@pytest.mark.parametrize("part", ["norm", "mlp", "attention.q", "attention.kv", "attention.o"])
+def test_a_wrong_weight_is_told_from_wrong_arithmetic(tmp_path, whole, part):
+    broken = model()
+    weight(4, broken, part)
+    finding = bisect.compare(whole, dump(tmp_path / "d", broken))
+    assert finding.culprit == f"layers.4.{part}" and f"weights differ: layers.4.{part}.weight" in finding.why
+
+
+def test_a_module_that_computes_wrongly_is_named(tmp_path, whole):
+    broken = model()
+    broken.layers[7].mlp.register_forward_hook(lambda module, args, out: out * 1.01)
+    finding = bisect.compare(whole, dump(tmp_path / "d", broken))
+    assert finding.culprit == "layers.7.mlp" and "arithmetic of Linear itself" in finding.why
+
+
+def test_equal_models_agree_and_rounding_is_no_difference(tmp_path, whole):
+    assert bisect.compare(whole, dump(tmp_path / "a", model())).culprit is None
+    small = model(8)
+    half = dump(tmp_path / "b", copy.deepcopy(small), torch.bfloat16)
+    assert bisect.compare(dump(tmp_path / "c", small), half).culprit is None
+
+
+def test_a_wrong_backward_with_right_outputs_shows_in_the_gradients(tmp_path):
+    broken = model(4)
+    broken.layers[1].mlp.weight.register_hook(lambda gradient: gradient * 2)
+    finding = bisect.compare(dump(tmp_path / "a", model(4)), dump(tmp_path / "b", broken))
+    assert finding.culprit == "layers.1.mlp.weight" and "gradient" in finding.why
+
+
+@pytest.mark.parametrize("limit", [10_000, 60_000, 500_000])
+def test_a_dump_never_exceeds_its_bound_and_says_what_it_lacks(tmp_path, limit):
+    folder = tmp_path / "d"
+    found = dump(folder, model(16), limit=limit, sample=64)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert size <= limit
+    assert found.facts["complete"] is (found.facts["left_out"] == 0) is (limit == 500_000)
+    if not found.facts["complete"]:
+        with pytest.raises(Fault, match=r"left out \d+ tensors beyond its bound"):
+            bisect.compare(found, found)
+
+
+def test_dumps_of_other_inputs_are_refused(tmp_path, whole):
+    other = dump(tmp_path / "d", model())
+    other.facts["inputs"] = "other"
+    with pytest.raises(Fault, match="saw other inputs"):
+        bisect.compare(whole, other)
+
+
+def test_nan_on_one_side_is_a_difference_and_on_both_sides_is_none(tmp_path):
+    broken = model(4)
+    with torch.no_grad():
+        broken.layers[2].mlp.bias[0] = math.nan
+    left, right = dump(tmp_path / "a", model(4)), dump(tmp_path / "b", broken)
+    assert bisect.compare(left, right).culprit == "layers.2.mlp"
+    assert bisect.compare(right, right).culprit is None
+
+
+@given(st.integers(1, 3000), st.data())
+def test_bisection_asks_at_most_log2_questions_and_one(count, data):
+    answer = data.draw(st.integers(0, count - 1))
+    asked = []
+
+    def is_bad(index):
+        asked.append(index)
+        return index >= answer
+
+    assert bisect.first(count, is_bad) == answer
+    assert len(asked) <= math.ceil(math.log2(count)) + 1
+
+
+@given(st.integers(1, 10_000), st.integers(1, 300))
+def test_a_slice_lies_inside_and_has_no_place_twice(elements, sample):
+    places = stack.places(elements, sample).tolist()
+    assert len(set(places)) == min(elements, sample) and min(places) >= 0 and max(places) < elements
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"data": 3}', '{"kind": "atlasrl.stack"}'])
+def test_what_is_no_dump_is_told_in_one_line(tmp_path, content):
+    (tmp_path / "dump.json").write_text(content)
+    (tmp_path / "index.jsonl").write_text('{"kind": "in"}\n')
+    with pytest.raises((Fault, UsageFault), match=r"^[^\n]+$"):
+        dumps.read(tmp_path)
+
+
+MSPROBE = """
+import sys, torch
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from test_stack import model, scale
+from atlasrl.precision import msprobe
+network = model(4)
+if {broken}: scale(2, network)
+with msprobe.watch(network, Path({folder!r})):
+    network(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))).sum().backward()
+print(msprobe.result(Path({folder!r})))
+"""
+
+
+@pytest.mark.verl
+def test_dumps_of_msprobe_are_bisected_too(tmp_path):
+    """msprobe patches torch for good, so it runs in processes of its own."""
+    import os
+    import subprocess
+    from pathlib import Path
+
+    from atlasrl.precision import msprobe
+
+    if not msprobe.is_installed():
+        pytest.skip("msprobe is not installed")
+    found = []
+    for broken in (False, True):
+        code = MSPROBE.format(here=str(Path(__file__).parent), broken=broken, folder=str(tmp_path / str(broken)))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(dumps.read(Path(done.stdout.splitlines()[-1])))
+    finding = bisect.compare(*found)
+    assert finding.culprit == "layers.2.attention" and "arithmetic of Attention itself" in finding.why
