@@ -125,4 +125,23 @@ def stack(left, right, as_json):
     sys.exit(1 if finding.culprit else 0)
 
 
-VERBS = {"configs": configs, "dump": dump, "stack": stack, "scoring": scoring}
+@command
+@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.argument("baseline", type=click.Path(exists=True, file_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def auto(run, baseline, as_json):
+    """Walk all six axes over what RUN and BASELINE recorded, and name the cause.
+
+    Nothing is run; what was not recorded is said. Record with rollout.record, probe.syncs: 3, bin/probe stress and
+    bin/probe dump RUN RUN/stack. Exit code 1: a cause was found.
+    """
+    from atlasrl.precision import auto as walking
+    from atlasrl.rundir import RunDir
+
+    sides = [RunDir(side) for side in (run, baseline)]
+    axes = walking.walk(*sides)
+    click.echo(json.dumps(walking.as_json(axes), indent=1) if as_json else walking.text(*sides, axes))
+    sys.exit(1 if walking.cause(axes) else 0)
+
+
+VERBS = {"auto": auto, "configs": configs, "dump": dump, "stack": stack, "scoring": scoring}

@@ -60,7 +60,7 @@ class Effective:
     environment: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    """Role -> SHA-256 of the content: reward, train, val, model/tokenizer.json …"""
+    """Role -> digest of the content: reward, train, val, model/tokenizer.json …"""
     given: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -118,7 +118,7 @@ def versions() -> dict[str, str]:
 
 
 def digests(settings: Mapping[str, object]) -> dict[str, str]:
-    """Role -> SHA-256 of each file that decides what is learned, by content: two paths may hold one file."""
+    """Role -> sixteen hex digits of the SHA-256 of each file that decides what is learned, by content: two paths may hold one file."""
     model = Path(str(settings.get("actor_rollout_ref.model.path") or ""))
     chosen = {f"model/{name}": model / name for name in TEXT_FILES}
     chosen["reward"] = Path(str(settings.get("custom_reward_function.path") or ""))
@@ -252,4 +252,4 @@ def _sha256(file: Path) -> str | None:
                 digest.update(block)
     except OSError:
         return None
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
