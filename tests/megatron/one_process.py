@@ -37,6 +37,9 @@ def main(folder: str) -> dict:
     bridge.load_weights(model, folder)
     found: dict = {"outcomes": {f"{o.id} {o.target}": o.state for o in patches.outcomes()}}
 
+    with torch.device("meta"):
+        found["device of a module made on meta"] = torch.nn.Linear(2, 2).weight.device.type
+
     attention = next(m for m in model[0].modules() if type(m).__name__ == "MLASelfAttention")
     found["expected scale"] = alarms.expected_scale(config)
     found["measured scale"] = alarms.measured_scale(attention, torch.float32)

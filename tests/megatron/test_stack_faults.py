@@ -46,6 +46,11 @@ def test_every_patch_finds_the_code_it_was_written_for(found):
     assert {name: state for name, state in found["outcomes"].items() if state == "does not apply"} == {}
 
 
+def test_a_model_described_on_the_meta_device_takes_no_memory(found):
+    """torch knows its factories by identity; replaced ones filled 19 GB with a model that was only to be counted."""
+    assert found["device of a module made on meta"] == "meta"
+
+
 def test_the_cpu_computes_the_logits_of_transformers(found):
     assert found["logits off by"] < 1e-5
 

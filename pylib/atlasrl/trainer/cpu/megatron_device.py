@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from torch.utils._device import _device_constructors
 
 from atlasrl.trainer.patches import patch
 
@@ -99,6 +100,8 @@ def cuda_type_name(original):
 
     return type_
 
+
+_device_constructors()  # remembers the originals: else `with torch.device("meta")` would no longer know them
 
 for _name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like"):
 
