@@ -7,7 +7,7 @@ PYTEST := env/python -m pytest
 FAST   := not verl and not cluster and not training and not browser and not nightly
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train resume status logs stop tensorboard compare doctor test test-fast bench lint clean \
+.PHONY: help setup train resume status logs stop tensorboard compare doctor test test-fast test-nightly bench lint clean \
         cluster-up cluster-down
 
 help: ## list the targets
@@ -50,6 +50,9 @@ test: $(READY) ## all tests: fast ones first, then real clusters and training
 
 test-fast: $(READY) ## tests without clusters, torch workers or training
 	@$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
+
+test-nightly: $(READY) ## what is too long for `make test`: four workers, every kill of every layout (about two hours)
+	@$(PYTEST) --reruns 1 -m nightly $(ARGS)
 
 bench: $(READY) ## measure against named references, as ratios
 	@for bench in tests/bench/bench_*.py; do echo "== $$bench"; env/python $$bench || exit 1; done

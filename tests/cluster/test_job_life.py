@@ -63,6 +63,7 @@ def repeated(job) -> int:
     return max((steps[i - 1] - steps[i] + 1 for i in range(1, len(steps)) if steps[i] <= steps[i - 1]), default=0)
 
 
+@pytest.mark.nightly
 def test_without_progress_the_third_attempt_is_the_last(cluster):
     job = train(
         cluster,

@@ -69,6 +69,7 @@ def test_a_node_whose_task_never_starts_is_named_within_the_deadline(own_hosts):
         own_hosts.on("node04", "umount", light)
 
 
+@pytest.mark.nightly
 def test_nothing_of_it_spoils_the_next_job(own_hosts):
     job = train(own_hosts, "after", nodes=4, steps=2)
     assert job.wait_for_end()["kind"] == "done"

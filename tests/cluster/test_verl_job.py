@@ -9,6 +9,7 @@ from jobs import train
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.nightly
 def test_four_nodes_train_one_run(cluster):
     job = train(cluster, "verl", nodes=4, light=False, steps=3)
     assert job.wait_for_end()["kind"] == "done"

@@ -64,6 +64,7 @@ def made(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.nightly
 @pytest.mark.verl
 def test_the_tokenizer_ends_turns_and_splits_digits_as_smollm2_was_trained(made):
     from transformers import AutoTokenizer
@@ -85,6 +86,7 @@ def test_the_tokenizer_ends_turns_and_splits_digits_as_smollm2_was_trained(made)
     assert len(tokenizer.encode("<|im_end|>")) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.verl
 def test_every_weight_is_there_once_and_english_is_likely(made):
     import torch
@@ -105,6 +107,7 @@ def test_every_weight_is_there_once_and_english_is_likely(made):
     assert right_way < 3 < backwards
 
 
+@pytest.mark.nightly
 @pytest.mark.verl
 def test_prompts_are_sums_whose_answers_are_right_and_validation_is_unseen(made):
     import pyarrow.parquet as pq
@@ -122,6 +125,7 @@ def test_prompts_are_sums_whose_answers_are_right_and_validation_is_unseen(made)
     assert not asked["train"] & asked["val"]
 
 
+@pytest.mark.nightly
 @pytest.mark.verl
 def test_every_prompt_fits_the_recipe(made):
     """verl leaves out longer ones without a word."""

@@ -66,6 +66,7 @@ def assert_weights_came_over(run: RunDir):
     assert all(unmoved.endswith("e_score_correction_bias") for unmoved in weights.unmoved(syncs))
 
 
+@pytest.mark.nightly
 @pytest.mark.training
 def test_replayed_steps_end_in_bitwise_the_same_weights_and_moments(tmp_path, assets):
     original, code, log = train(tmp_path / "original", assets, rollout__record=True, probe__syncs=2)

@@ -34,6 +34,7 @@ CASES = {
     "tiny": ("tiny", []),
     "tiny-megatron": ("tiny", ["backend=megatron"]),
 }
+FSDP2 = pytest.param("npu-fsdp2", marks=pytest.mark.nightly)
 ON_NPU = [name for name in CASES if not name.startswith("tiny")]
 PYTHON_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
 
@@ -165,13 +166,13 @@ def checked(case, stack, path=None):
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize("case", ["671b", "npu-fsdp2"])
+@pytest.mark.parametrize("case", ["671b", FSDP2])
 def test_settings_compose_and_become_dataclasses_on_verl_070(case):
     assert checked(case, stacks.load("cpu")).startswith("0.7.0")
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize("case", ["671b", "npu-fsdp2", "virtual-selective"])
+@pytest.mark.parametrize("case", ["671b", "virtual-selective", FSDP2])
 def test_settings_compose_and_become_dataclasses_on_verl_071(case, verl_071):
     assert checked(case, stacks.load("a2-0.7.1"), verl_071).startswith("0.7.1")
 

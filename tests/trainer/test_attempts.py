@@ -215,6 +215,7 @@ def test_sigterm_ends_at_once_with_its_own_code(tmp_path, assets, ray_address):
     assert checkpoints.choose(run).step >= 1
 
 
+@pytest.mark.nightly
 def test_when_nothing_is_mixed_it_stops_with_the_arithmetic(tmp_path, assets, ray_address):
     unmixed = write_reward(tmp_path, "return {'score': 1.0, 'acc': 1.0}")
     run = plan(tmp_path, {**assets, "reward.py": unmixed}, "exhausted", dapo__max_gen_batches=2)
@@ -224,6 +225,7 @@ def test_when_nothing_is_mixed_it_stops_with_the_arithmetic(tmp_path, assets, ra
     assert attempt.steps() == []
 
 
+@pytest.mark.nightly
 def test_filled_groups_do_not_move_the_policy(tmp_path, assets, ray_address):
     """Unmixed in accuracy although overlong shaping differs within a group; without weight decay nothing moves."""
     unmixed = write_reward(tmp_path, "return {'score': 1.0, 'acc': 1.0}")
@@ -245,6 +247,7 @@ def test_filled_groups_do_not_move_the_policy(tmp_path, assets, ray_address):
     assert min(attempt.metric("critic/score/min")) < max(attempt.metric("critic/score/max"))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_while_saving_is_told_and_costs_nothing_else(tmp_path, assets, ray_address):
     run = plan(tmp_path, assets, "full", checkpoint={"save_every": 1, "keep": 5})
