@@ -82,7 +82,7 @@ def parse_vary(texts: list[str]) -> dict[str, list[str]]:
         key, separator, values = text.partition("=")
         key = SHORT.get(key, key)
         parts = re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,\[\]{}])+", values)
-        if not separator or len(parts) < 2 or len(set(parts)) < len(parts):
+        if not key or not separator or len(parts) < 2 or len(set(parts)) < len(parts):
             raise UsageFault(
                 f"--vary {text!r} is not KEY=VALUE,VALUE with two or more different values, such as lr=1e-6,2e-6"
             )

@@ -115,8 +115,9 @@ def _hardware(run: RunDir) -> Iterator[Finding]:
                 f"{each}: replicas have diverged, a device or a link computes wrongly", True, "bin/probe stress"
             )
     for file in results:
-        for device in json.loads(file.read_text()).get("odd", []):
-            yield Finding(f"{device} computes other bits than the other devices", True, "bin/probe stress")
+        for node, reasons in json.loads(file.read_text())["verdict"]["odd"].items():
+            for reason in reasons:
+                yield Finding(f"{node}: {reason}", True, "bin/probe stress")
     if not results and not watched:
         raise Fault("no device was stressed and no sync watched; run bin/probe stress, or set probe.syncs: 3")
 

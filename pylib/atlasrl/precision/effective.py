@@ -118,7 +118,7 @@ def versions() -> dict[str, str]:
 
 
 def digests(settings: Mapping[str, object]) -> dict[str, str]:
-    """Role -> sixteen hex digits of the SHA-256 of each file that decides what is learned, by content: two paths may hold one file."""
+    """Role -> sixteen hex digits of each file that decides what is learned, by content: two paths may hold one file."""
     model = Path(str(settings.get("actor_rollout_ref.model.path") or ""))
     chosen = {f"model/{name}": model / name for name in TEXT_FILES}
     chosen["reward"] = Path(str(settings.get("custom_reward_function.path") or ""))
