@@ -42,6 +42,8 @@ def checks(plan: Plan, rank: int) -> Iterator[tuple[str, Check]]:
     if rank == 0:
         yield "lint", lambda: check_recipe(plan)
         yield "model", lambda: check_model(Path(plan.model_input), Path(plan.model))
+        if plan.recipe.backend == "megatron":
+            yield "saving", lambda: check_saving(Path(plan.model_input), Path(plan.model))
         yield "data", lambda: check_data(Path(plan.train))
         if plan.val:
             yield "validation data", lambda: check_data(Path(plan.val))
@@ -131,15 +133,39 @@ def check_disk(plan: Plan) -> str:
 
 def check_model(path: Path, target: Path) -> str:
     """The input checkpoint, by its index and headers alone, as the cast stage will read it."""
+    planned = planned_cast(path, target)
+    return f"{path}: {len(planned.jobs)} shards to write, {len(planned.dropped)} index keys left out"
+
+
+def planned_cast(path: Path, target: Path):
+    """What the cast stage will write."""
     from ckpt_tools import errors
     from ckpt_tools.checkpoint import read_checkpoint
     from ckpt_tools.plan import plan_cast
 
     try:
-        planned = plan_cast(read_checkpoint(path), target, mtp="drop")
+        return plan_cast(read_checkpoint(path), target, mtp="drop")
     except errors.Fault as problem:
         raise Fault(str(problem)) from None
-    return f"{path}: {len(planned.jobs)} shards to write, {len(planned.dropped)} index keys left out"
+
+
+def check_saving(path: Path, target: Path) -> str:
+    """mbridge saves a shard when each key that the index lists for it has come: a stale key costs the whole shard."""
+    from ckpt_tools.checkpoint import read_checkpoint
+    from ckpt_tools.mbridge import predict_unsaved
+
+    planned = planned_cast(path, target)
+    indexes = {path: (planned.index, planned.config)}  # of the copy that training starts from
+    if (target / "model.safetensors.index.json").exists():
+        made = read_checkpoint(target)
+        indexes[target] = ({"weight_map": made.index.weight_map}, made.config)
+    for folder, (index, config) in indexes.items():
+        if losses := predict_unsaved(index["weight_map"], config):
+            more = f" and {len(losses) - 1} more shards" if losses[1:] else ""
+            raise Fault(
+                f"{folder}: no checkpoint would be whole: {losses[0]}{more}; mend it with: bin/ckpt repair {folder}"
+            )
+    return f"mbridge will save each of {len(planned.index['weight_map'])} tensors"
 
 
 def check_data(path: Path) -> str:
