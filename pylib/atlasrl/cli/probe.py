@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from atlasrl.cli import CONTEXT, probe_compare
+from atlasrl.cli import CONTEXT, probe_compare, probe_run
 
 
 @click.group(context_settings=CONTEXT)
@@ -15,7 +15,7 @@ def main() -> None:
     """
 
 
-VERBS: dict[str, click.Command] = {**probe_compare.VERBS}
+VERBS: dict[str, click.Command] = {**probe_compare.VERBS, **probe_run.VERBS}
 """Verb -> command, in the order in which an engineer asks."""
 
 for verb, function in VERBS.items():

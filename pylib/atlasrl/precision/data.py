@@ -7,6 +7,7 @@ have: a difference at the start is of the data or the seed, one that begins late
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
@@ -62,6 +63,14 @@ def samples(run: RunDir) -> dict[int, dict]:
     if not records:
         raise Fault(f"run {run.name} has no samples.jsonl: it has not finished a step, or is no run of this tool")
     return dict(sorted(records.items()))
+
+
+def seed_of(run: RunDir) -> int | None:
+    """The recipe's seed; None if the run has no plan."""
+    try:
+        return json.loads(run.plan.read_text())["recipe"]["seed"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def compare(ours: dict[int, dict], theirs: dict[int, dict], *, same_seed: bool = True) -> list[Difference]:

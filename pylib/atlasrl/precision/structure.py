@@ -7,6 +7,7 @@ whose products are known. A wrong value is explained by the known mistake that g
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -110,6 +111,45 @@ def judge(module: str, found: float, config: Mapping, dtype: str) -> Verdict:
     if verdict.ok:
         return verdict
     return Verdict(module, expected, found, tolerance, explain(found, config, tolerance))
+
+
+def config_of(folder: Path) -> dict:
+    """config.json of a checkpoint.
+
+    Raises:
+        Fault: there is none, or it lacks the shape of an attention.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as problem:
+        raise Fault(f"{folder}/config.json cannot be read: {problem}; give the folder of a checkpoint") from None
+    if missing := {"hidden_size", "num_attention_heads"} - config.keys():
+        raise Fault(f"{folder}/config.json lacks {', '.join(sorted(missing))}; is it the configuration of a decoder?")
+    return config
+
+
+def measured_layer(folder: Path, config: Mapping) -> Verdict:
+    """The attention of one layer, built by transformers with random weights; the size of the model does not matter.
+
+    Raises:
+        Fault: transformers has no rule for this type of model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.get("model_type") not in KNOWN:
+        raise Fault(f"{config.get('model_type')} models are not measured; known are {', '.join(KNOWN)}")
+    one = AutoConfig.from_pretrained(folder)
+    few = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "vocab_size": 8, "n_routed_experts": 1, "num_experts": 1}
+    few |= {"intermediate_size": 8, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "pad_token_id": None}
+    for name in few:
+        if hasattr(one, name):
+            setattr(one, name, few[name])
+    one.layer_types = (getattr(one, "layer_types", None) or [])[:1] or None
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(one, dtype=torch.float32, attn_implementation="sdpa")
+    [verdict] = check(model, config)
+    return verdict
 
 
 def check(model, config: Mapping) -> list[Verdict]:
