@@ -83,7 +83,7 @@ FILES = {
 ATTENTION = "mindspeed/core/transformer/dot_product_attention.py"
 SOURCES = {
     "mbridge/__init__.py": '__version__ = "0.1.0"\n',
-    "mbridge/models/ext/deepseek_v3/dequant_fp8_safetensor_io.py": 'safe_open(file, framework="pt", device="npu")\n',
+    "mbridge/models/ext/deepseek_v3/dequant_fp8_safetensor_io.py": 'safe_open(safetensor_file, device="cuda")\n',
     ATTENTION: "scale = self.softmax_scale\noutput = torch_npu.npu_fusion_attention(q, k, v, scale=scale)\n",
     "vllm_ascend/_build_info.py": "__soc_version__ = 'ASCEND910B1'\n__sleep_mode_enabled__ = True\n",
     "megatron/core/transformer/multi_latent_attention.py": (

@@ -11,7 +11,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
 
 
 LATENT = "/site/megatron/core/transformer/multi_latent_attention.py"
-READER = "/site/mbridge/models/ext/deepseek_v3/dequant_fp8_safetensor_io.py"
 OTHER_CODE = "class MLASelfAttention:\n    def __init__(self):\n        pass\n"
 WRONG_SCALE = "scale = 1.0 / math.sqrt(self.hidden_size_per_attention_head)\nnpu_fusion_attention(q)\n"
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit"
@@ -161,7 +160,7 @@ OTHER_FAULTS = [
     ("hccl-timeout", export(HCCL_CONNECT_TIMEOUT="30"), "environment", "error", "120 to 7200"),
     ("package-version", install("mbridge", "0.15.1"), "versions", "error", "mbridge 0.13.1 expected, 0.15.1 found"),
     ("softmax-scale", write(f"/site/{ATTENTION}", WRONG_SCALE), "softmax_scale", "error", "ignores softmax_scale"),
-    ("mbridge-device", change(READER, "npu", "cuda"), "mbridge", "error", "device 'cuda'"),
+    ("mbridge-device", export(ATLASRL_WITHOUT_FIX="mbridge-device"), "fix mbridge-device", "warn", "which no NPU is"),
     ("vllm-cuda-build", write("/site/vllm/_C.abi3.so", ""), "vllm", "error", "CUDA build"),
     (
         "no-sleep-mode",

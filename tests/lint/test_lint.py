@@ -168,11 +168,18 @@ EXAMPLES = {
     "sleep-not-compiled": ([("environment.COMPILE_CUSTOM_KERNELS=0",)], [("environment.COMPILE_CUSTOM_KERNELS=1",)]),
     "eager-off": (
         [(setting(f"{R}.enforce_eager", "false"), ARTICLE)],
-        [(*GRAPHS, ARTICLE), (setting(f"{R}.enforce_eager", "false"), {"base": "qwen3-30b-a3b-dapo"} | ARTICLE)],
+        [
+            (*GRAPHS, ARTICLE),
+            ("rollout.graph=torchair", ARTICLE),
+            (setting(f"{R}.enforce_eager", "false"), {"base": "qwen3-30b-a3b-dapo"} | ARTICLE),
+        ],
     ),
-    "experimental-graph": ([(setting(f"{R}.enforce_eager", "false"),)], [GRAPHS, ()]),
-    "torchair-eager": ([(setting(f"{GRAPH}.enabled", "true"),)], [GRAPHS]),
-    "torchair-scheduler": ([GRAPHS[:2]], [GRAPHS]),
+    "experimental-graph": (
+        [(setting(f"{R}.enforce_eager", "false"),), ("rollout.graph=acl",)],
+        [GRAPHS, ("rollout.graph=torchair",), ()],
+    ),
+    "torchair-eager": ([(setting(f"{GRAPH}.enabled", "true"),)], [GRAPHS, ("rollout.graph=torchair",)]),
+    "torchair-scheduler": ([GRAPHS[:2]], [GRAPHS, ("rollout.graph=torchair",)]),
     "torchair-options": (
         [
             (setting(f"{GRAPH}.graph_batch_sizes", "[16]"),),
@@ -185,14 +192,17 @@ EXAMPLES = {
         ],
         [(*GRAPHS, setting(f"{GRAPH}.graph_batch_sizes", "[16]")), (setting(GRAPH, "{enabled: false}"),)],
     ),
-    "torchair-frozen": ([GRAPHS[:3], (*GRAPHS, setting(f"{GRAPH}.use_cached_graph", "true"))], [GRAPHS]),
+    "torchair-frozen": (
+        [GRAPHS[:3], (*GRAPHS, setting(f"{GRAPH}.use_cached_graph", "true"))],
+        [GRAPHS, ("rollout.graph=torchair",)],
+    ),
     "slow-latent-prefill": (
-        [ARTICLE],
+        [("rollout.chunked_prefill=false", ARTICLE)],
         [
-            (setting(f"{VLLM}.chunked_prefill_for_mla", "true"), ARTICLE),
-            (setting(VLLM, "{chunked_prefill_for_mla: true}"), ARTICLE),
-            ("dapo.train_batch_size=32", ARTICLE),
-            {},
+            ARTICLE,
+            ("rollout.chunked_prefill=false", setting(VLLM, "{chunked_prefill_for_mla: true}"), ARTICLE),
+            ("rollout.chunked_prefill=false", "dapo.train_batch_size=32", ARTICLE),
+            ("rollout.chunked_prefill=false",),
         ],
     ),
     "router-mismatch": (
@@ -201,7 +211,10 @@ EXAMPLES = {
     ),
     "dead-skip": ([(SKIP,)], [(SKIP, ARTICLE)]),
     "resume-import": ([ARTICLE], [{}]),
-    "weights-on-one-device": ([ARTICLE], [{}, ("device=cuda", ARTICLE)]),
+    "weights-on-one-device": (
+        [ARTICLE | without("mbridge-device")],
+        [ARTICLE, without("mbridge-device"), ("device=cuda", ARTICLE | without("mbridge-device"))],
+    ),
     "late-save": ([(setting(f"{A}.checkpoint.async_save", "true"),)], [()]),
     "save-contents": ([(setting(f"{A}.checkpoint.save_contents", "[model, extra]"),)], [()]),
     "stale-index-keys": (
@@ -335,6 +348,8 @@ def test_the_early_settings_of_a_public_report_meet_what_cost_its_authors_a_mont
     )
     changes = [
         setting(f"{R}.load_format", "dummy"),
+        "rollout.chunked_prefill=false",
+        "environment.ATLASRL_WITHOUT_FIX=mbridge-device",
         setting(f"{R}.enforce_eager", "false"),
         setting("actor_rollout_ref.actor.megatron.use_dist_checkpointing", "true"),
         "environment.PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",

@@ -215,3 +215,40 @@ def test_any_text_is_read_back_by_hydra_s_own_parser(text):
 
 def test_an_override_prints_as_hydra_reads_it():
     assert str(Override("a.b", [1, "x"], "r")) == "a.b=[1,'x']"
+
+
+# -- switches of the NPU's rollout engine ----------------------------------------------------------
+
+
+def engine_of(*changes: str) -> dict:
+    from atlasrl import recipe as recipes
+
+    loaded = recipes.load("deepseek-v3-671b-dapo", list(changes))
+    made = verl_overrides(
+        loaded, nodes=32, devices_per_node=8, model="/m", train="/t", val=None, run=RunDir(Path("/r"))
+    )
+    return {override.key.lstrip("+").rpartition("vllm.additional_config.")[2]: override.value for override in made}
+
+
+def test_a_graph_of_torchair_comes_with_its_scheduler_and_fresh_weights():
+    graph = engine_of("rollout.graph=torchair")
+    wanted = ("torchair_graph_config.enabled", "ascend_scheduler_config.enabled", "refresh")
+    assert all(graph[name] is True for name in wanted)
+    assert graph["actor_rollout_ref.rollout.enforce_eager"] is False
+    plain = engine_of("rollout.graph=none")
+    assert plain["actor_rollout_ref.rollout.enforce_eager"] is True
+    assert not plain.keys() & set(wanted)
+
+
+def test_chunked_prefill_of_latent_attention_is_a_switch_of_the_npu_s_engine():
+    assert engine_of("rollout.chunked_prefill=true")["chunked_prefill_for_mla"] is True
+    assert "chunked_prefill_for_mla" not in engine_of("rollout.chunked_prefill=false")
+    assert "chunked_prefill_for_mla" not in engine_of("rollout.chunked_prefill=true", "device=cuda")
+
+
+def test_an_npu_run_asks_for_its_attention_kernel_and_for_one_clock():
+    flash = "actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn"
+    npu, cuda = engine_of(), engine_of("device=cuda")
+    assert npu[flash] is True and npu["actor_rollout_ref.nccl_timeout"] == 7200
+    assert flash not in cuda and "actor_rollout_ref.nccl_timeout" not in cuda
+    assert engine_of(f"verl.++{flash}=false")[flash] is False, "what the recipe says last wins"

@@ -21,7 +21,6 @@ ATTENTION = (
     "mindspeed/core/transformer/flash_attention/flash_attention/adaptor.py",
 )
 WRONG_SCALE = re.compile(r"sqrt\(\s*self\.hidden_size_per_attention_head\s*\)")
-DEQUANT = "mbridge/models/ext/deepseek_v3/dequant_fp8_safetensor_io.py"
 UNSUPPORTED = {"flash-attn": "MindSpeed brings its own", "liger-kernel": "it is for CUDA"}
 
 
@@ -42,15 +41,11 @@ def check_softmax_scale(host: Host, expected: Expected) -> Iterator[Finding]:
 
 
 def check_mbridge(host: Host, expected: Expected) -> Iterator[Finding]:
-    """Its `__version__` lies, and its FP8 reader names CUDA in strings that transfer_to_npu cannot see."""
+    """Its `__version__` lies."""
     says = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", host.source("mbridge/__init__.py") or "")
     installed = host.packages.get("mbridge")
     if says and installed and says[1] != installed:
         yield ok("mbridge", f"mbridge.__version__ says {says[1]}; the wheel is {installed}, which counts")
-    text = host.source(DEQUANT) or ""
-    if re.search(r"device\s*=\s*['\"]cuda['\"]", text) and not _is_mended("mbridge.models.ext.deepseek_v3"):
-        what = f"{DEQUANT} loads every weight to device 'cuda'"
-        yield error("mbridge", what, "mbridge from git at 2334188 or later, or write 'npu' in those two lines")
 
 
 def check_vllm(host: Host, expected: Expected) -> Iterator[Finding]:
@@ -114,10 +109,6 @@ def _fixes() -> list[dict]:
     from atlasrl.trainer import megatron_patches, patches, verl_patches  # noqa: F401 (importing declares them)
 
     return patches.listing()
-
-
-def _is_mended(module: str) -> bool:
-    return any(target.startswith(module) for fix in _fixes() for target in fix["targets"])
 
 
 def _target_text(host: Host, target: str) -> str | None:

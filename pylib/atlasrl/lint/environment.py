@@ -72,7 +72,7 @@ def endless_timeout(case: Case):
     "warning",
     reason="the shorter clock ends the job first and names the wrong cause",
     source="verl v0.7.0 actor_rollout_ref.nccl_timeout (600 s); mindcluster-deploy sets 7200",
-    remedy="add `actor_rollout_ref.nccl_timeout: 7200` under `verl:`",
+    remedy="take actor_rollout_ref.nccl_timeout out of `verl:`; the plan sets 7200",
 )
 def differing_timeouts(case: Case):
     if not case.on_npu:

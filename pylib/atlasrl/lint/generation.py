@@ -19,12 +19,7 @@ CONFIG = "vllm-ascend v0.10.0rc1 vllm_ascend/ascend_config.py"
     remedy="use a stack that processes weights after each sync (a2-0.7.1, a2-article)",
 )
 def stale_latent_weights(case: Case):
-    if (
-        case.vllm_on_npu
-        and case.latent
-        and not case.can("weights_processed_after_sync")
-        and not case.mended("process-weights-after-sync")
-    ):
+    if case.vllm_on_npu and case.latent and not case.can("weights_processed_after_sync"):
         yield f"latent attention, load_format {case.setting(f'{ROLLOUT}.load_format', 'dummy')}"
 
 
@@ -38,7 +33,7 @@ def stale_latent_weights(case: Case):
 def rotary_without_yarn(case: Case):
     name = case.recipe.model.path.name.lower() if case.recipe.model.path else ""
     plain = "moonlight" in name or (case.config and not case.config.get("rope_scaling"))
-    if case.vllm_on_npu and case.latent and plain and not case.can("mla_rotary_any") and not case.mended("mla-rope"):
+    if case.vllm_on_npu and case.latent and plain and not case.can("mla_rotary_any"):
         yield "latent attention without rope_scaling (Moonlight)"
 
 
@@ -105,7 +100,7 @@ def sleep_not_compiled(case: Case):
     "error",
     reason="NotImplementedError: ACL graphs do not support DeepSeek",
     source=f"{CONFIG} check_ascend_config",
-    remedy="leave enforce_eager true, or turn torchair on",
+    remedy="set rollout.graph: none, or torchair",
 )
 def eager_off(case: Case):
     if (
@@ -123,7 +118,7 @@ def eager_off(case: Case):
     "warning",
     reason="ACL graphs are experimental for all but Qwen, and do not work with data and expert parallelism",
     source="vllm-ascend v0.11.0 ascend_config.py; vllm-ascend issue #2229",
-    remedy="leave enforce_eager true",
+    remedy="set rollout.graph: none",
 )
 def experimental_graph(case: Case):
     if (
@@ -141,7 +136,7 @@ def experimental_graph(case: Case):
     "error",
     reason="RuntimeError: torchair cannot run in eager mode",
     source=f"{CONFIG} check_ascend_config",
-    remedy=f"set `{ROLLOUT}.enforce_eager: false` under `verl:`",
+    remedy="set rollout.graph: torchair, and nothing of it under `verl:`",
 )
 def torchair_eager(case: Case):
     if case.vllm_on_npu and case.additional(f"{TORCHAIR}.enabled") and case.setting(f"{ROLLOUT}.enforce_eager"):
@@ -153,7 +148,7 @@ def torchair_eager(case: Case):
     "error",
     reason="torchair graphs work without chunked prefill only, and vLLM's own scheduler chunks",
     source="vllm-ascend v0.10.0rc1 docs/source/user_guide/feature_guide/graph_mode.md; recipe/r1_ascend",
-    remedy=f"add {ADDITIONAL}.ascend_scheduler_config.enabled: true`",
+    remedy="set rollout.graph: torchair, which turns both on",
 )
 def torchair_scheduler(case: Case):
     if case.additional(f"{TORCHAIR}.enabled") and not case.additional("ascend_scheduler_config.enabled"):
@@ -204,7 +199,7 @@ def torchair_frozen(case: Case):
     reason="chunked prefill of latent attention pads to [b, 1, 1, s] masks and runs out of memory when many prompts "
     "are in flight",
     source="vllm-ascend v0.10.0rc1 mla_v1.py vanilla_chunked_prefill_mla; gone with vllm-ascend PR #2781",
-    remedy=f"add {ADDITIONAL}.chunked_prefill_for_mla: true`",
+    remedy="set rollout.chunked_prefill: true",
 )
 def slow_latent_prefill(case: Case):
     if not (case.vllm_on_npu and case.latent and case.can("chunked_prefill_mla", "always") == "option"):

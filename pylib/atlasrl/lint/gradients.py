@@ -108,7 +108,7 @@ def rope_fusion(case: Case):
     "warning",
     reason="MindSpeed replaces the attention only when asked; without it the plain one needs s x s memory",
     source="verl v0.7.0 docs/ascend_tutorial; recipe/r1_ascend/run_deepseekv3_671b_grpo_megatron_npu.sh",
-    remedy=f"add `++{TRANSFORMER}.use_flash_attn: true` under `verl:`",
+    remedy="take use_flash_attn out of `verl:`; the plan turns it on",
 )
 def flash_attention(case: Case):
     if case.on_npu and case.megatron and not case.setting(f"{TRANSFORMER}.use_flash_attn"):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from atlasrl.stacks import Stack
 
 ROLLOUT = "actor_rollout_ref.rollout"
+CHUNKED_PREFILL = f"{ROLLOUT}.engine_kwargs.vllm.additional_config.chunked_prefill_for_mla"
 
 MOVED: dict[str, dict[str, str | None]] = {
     "verl-0.7.1": {
@@ -51,6 +52,8 @@ def translated(overrides: list[Override], recipe: Recipe, stack: Stack | None) -
     moved = dict(MOVED.get(line, {}))
     if recipe.backend == "megatron":
         moved |= dict.fromkeys(MEGATRON_LACKS.get(line, ()))
+    if stack and stack.capabilities.chunked_prefill_mla == "always":
+        moved[CHUNKED_PREFILL] = None  # vllm-ascend PR #2781
     said = []
     for override in overrides:
         name = override.key.lstrip("+")

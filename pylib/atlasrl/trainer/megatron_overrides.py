@@ -45,6 +45,10 @@ def megatron_overrides(recipe: Recipe, *, world: int) -> list[Override]:
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
         # verl's offload frees the device's memory after a copy to the host; on a CPU that copy is the same memory
         settings.append(Override(f"{MEGATRON}.{name}", parallel.offload and not on_cpu, "recipe: parallel.offload"))
+    if recipe.device == "npu":
+        settings.append(
+            Override(f"{TRANSFORMER}.use_flash_attn", True, "MindSpeed replaces the plain s x s attention when asked")
+        )
     settings += _recompute(parallel)
     if parallel.virtual_pipeline > 1:
         settings.append(

@@ -17,6 +17,7 @@ PATCHES = (
     "param-group-order",
     "router-groups",
     "mbridge-arguments",
+    "mbridge-device",
     "load-without-transformer-engine",
 )
 
@@ -177,6 +178,35 @@ def save_weights_from_rank_0(original):
         return original(self, models, weights_path, memory_efficient=memory_efficient)
 
     return save_weights
+
+
+@patch(
+    id="mbridge-device",
+    reason="weights are read to 'cuda', which no NPU is; edited to 'npu', all ranks of a node fill its first device",
+    upstream="mbridge PR #52 (2334188), in git after 0.15.1",
+    package="mbridge",
+    versions=">=0.13",
+    target="mbridge.models.ext.deepseek_v3.dequant_fp8_safetensor_io:DequantFP8SafeTensorIO.load_some_hf_weight",
+    expects="safe_open(safetensor_file",
+)
+def read_to_own_device(original):
+    if 'device="cuda"' not in inspect.getsource(original):
+        return original
+    names = original.__globals__
+    opened = names["safe_open"]
+    names["safe_open"] = lambda file, framework, device: opened(file, framework=framework, device=_own_device())
+    return original
+
+
+def _own_device() -> str:
+    """This process's device, by number: a name alone may be the first of the node."""
+    import torch
+
+    for name in ("npu", "cuda"):
+        accelerator = getattr(torch, name, None)
+        if accelerator is not None and accelerator.is_available():
+            return f"{name}:{accelerator.current_device()}"
+    return "cpu"
 
 
 @patch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from atlasrl.errors import UsageFault
-from atlasrl.recipe import Recipe
+from atlasrl.recipe import Recipe, Rollout
 from atlasrl.rundir import RunDir
 from atlasrl.trainer.megatron_overrides import megatron_overrides
 from atlasrl.trainer.override import Override
@@ -18,6 +18,8 @@ CONFIG_NAME = {"fsdp2": "ppo_trainer", "megatron": "ppo_megatron_trainer"}
 
 CPU_ROLLOUTS = "atlasrl.trainer.cpu.manager.BatchRollouts"
 NO_ENGINE = "atlasrl.trainer.offline.NoEngine"
+
+HCCL_CLOCK = "as HCCL_EXEC_TIMEOUT: the shorter of both clocks would end the job and name the wrong cause"
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -219,7 +221,26 @@ def _rollout(recipe: Recipe, world: int) -> list[Override]:
             ),
         ]
     elif recipe.device == "npu":
+        settings += _npu_engine(rollout)
+    return settings
+
+
+def _npu_engine(rollout: Rollout) -> list[Override]:
+    """Graph mode and prefill of vllm-ascend; its own options are `additional_config` of the engine."""
+    option, asked = f"++{ROLLOUT}.engine_kwargs.vllm.additional_config", "recipe: rollout.graph"
+    settings = []
+    if rollout.graph == "none":
         settings.append(Override(f"{ROLLOUT}.enforce_eager", True, "graph capture of vllm-ascend needs extra memory"))
+    else:
+        settings.append(Override(f"{ROLLOUT}.enforce_eager", False, asked))
+    if rollout.graph == "torchair":
+        settings += [
+            Override(f"{option}.torchair_graph_config.enabled", True, asked),
+            Override(f"{option}.ascend_scheduler_config.enabled", True, "torchair graphs cannot chunk their prefill"),
+            Override(f"{option}.refresh", True, "the graph must take the weights of each sync"),
+        ]
+    if rollout.chunked_prefill:
+        settings.append(Override(f"{option}.chunked_prefill_for_mla", True, "recipe: rollout.chunked_prefill"))
     return settings
 
 
@@ -250,10 +271,12 @@ def _reward(recipe: Recipe) -> list[Override]:
 
 def _trainer(recipe: Recipe, nodes: int, devices_per_node: int, val: Path | str | None, run: RunDir) -> list[Override]:
     validates = bool(val) and recipe.validate_every > 0 and not recipe.rollout.offline  # no engine would answer
-    device = "npu" if recipe.device == "cpu" else recipe.device
+    on_cpu = recipe.device == "cpu"
+    device = "npu" if on_cpu else recipe.device
     return [
         Override("trainer.nnodes", nodes, "plan: nodes"),
         Override("trainer.n_gpus_per_node", devices_per_node, "plan: devices per node"),
+        *([Override("actor_rollout_ref.nccl_timeout", 7200, HCCL_CLOCK)] if device == "npu" and not on_cpu else []),
         Override("trainer.device", device, "the Ray resource that a worker holds; a CPU emulates NPUs"),
         Override("trainer.project_name", "atlasrl", "label of console and TensorBoard lines"),
         Override("trainer.experiment_name", run.name, "run name"),
