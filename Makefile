@@ -51,7 +51,7 @@ test: $(READY) ## all tests: fast ones first, then real clusters and training
 test-fast: $(READY) ## tests without clusters, torch workers or training
 	@$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
 
-test-nightly: $(READY) ## what is too long for `make test`: four workers, every kill of every layout (about two hours)
+test-nightly: $(READY) ## what is too long for `make test`: four workers, every kill of every layout (hours)
 	@$(PYTEST) --reruns 1 -m nightly $(ARGS)
 
 bench: $(READY) ## measure against named references, as ratios
