@@ -150,9 +150,13 @@ def test_a_device_that_flips_bits_is_named(tmp_path, baseline, monkeypatch):
 
     run = RunDir(shutil.copytree(baseline.path, tmp_path / "run"))
     right = stress.work(64, 2, "cpu", memory=1 << 12)
-    multiply = torch.matmul
-    monkeypatch.setattr(torch, "matmul", lambda a, b, **k: multiply(a, b, **k) * (1 + 2**-20))
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: multiply(a, b) * (1 + 2**-20))
+
+    def flipping(left, right, multiply=torch.matmul):
+        product = multiply(left, right)
+        product[0, 0] = -product[0, 0]
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", flipping)
     wrong = stress.work(64, 2, "cpu", memory=1 << 12)
     monkeypatch.undo()
     reports = [

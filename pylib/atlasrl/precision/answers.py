@@ -29,7 +29,7 @@ class Answer:
     where: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)
 
 
 def read(source: Path, step: int | None = None, data_source: str = "unknown") -> list[Answer]:
@@ -100,7 +100,7 @@ def _of_run(run: RunDir, step: int | None) -> Iterator[Answer]:
                         f"prompt {prompt} of step {each} is not in {plan['train']}; the data changed since the run"
                     )
                 said = response[tensors["attention_mask"][place, -width:].bool()].tolist()
-                text = tokenizer.decode(said, skip_special_tokens=True).removesuffix(tokenizer.eos_token)
+                text = tokenizer.decode(said, skip_special_tokens=True).removesuffix(tokenizer.eos_token or "")
                 yield Answer(
                     row["data_source"], text, row["reward_model"]["ground_truth"], row.get("extra_info") or {},
                     f"step {each}, prompt {prompt}, answer {place % generation.samples}",

@@ -115,9 +115,8 @@ def _hardware(run: RunDir) -> Iterator[Finding]:
                 f"{each}: replicas have diverged, a device or a link computes wrongly", True, "bin/probe stress"
             )
     for file in results:
-        for node, reasons in json.loads(file.read_text())["verdict"]["odd"].items():
-            for reason in reasons:
-                yield Finding(f"{node}: {reason}", True, "bin/probe stress")
+        for reasons in json.loads(file.read_text())["verdict"]["odd"].values():
+            yield from (Finding(reason, True, "bin/probe stress") for reason in reasons)
     if not results and not watched:
         raise Fault("no device was stressed and no sync watched; run bin/probe stress, or set probe.syncs: 3")
 
