@@ -1,0 +1,71 @@
+"""bin/probe on a real Ray: three logical devices of one machine, one of them broken; the rollout engine alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trainer_assets import make_assets, recipe_tree
+
+pytestmark = pytest.mark.nightly
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray")
+    from atlasrl.precision.fleet import PYLIB
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_worker_niceness", "0")
+        ray.init(
+            "local",
+            num_cpus=2,
+            resources={"NPU": 3},
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": f"{PYLIB}:{HERE}", "OMP_NUM_THREADS": "1"}},
+        )
+        yield
+        ray.shutdown()
+
+
+def flips_a_bit_on_the_second(size, rounds, device):
+    import ray
+    import torch
+
+    from atlasrl.precision import stress
+
+    done = stress.work(size, rounds, device, memory=1 << 20)
+    if "1" in ray.get_runtime_context().get_accelerator_ids().get("NPU", []):
+        done["digests"] = [stress.digest(torch.tensor([1.0]))] * rounds
+    return done
+
+
+def test_the_odd_device_is_found_and_blocks_arrive(cluster):
+    from atlasrl.precision import fleet
+    from atlasrl.precision.stress import judge
+
+    reports = fleet.stress(size=64, rounds=2, task=flips_a_bit_on_the_second)
+    verdict = judge(reports, slow=1e9)
+    assert len(reports) == 3 and not any(report.problem for report in reports), reports
+    assert all(report.link is None and report.link_seconds > 0 for report in reports), reports
+    [[sentence]] = verdict.odd.values()
+    assert "computes" in sentence
+    assert [report.device for report in reports if report.name in sentence] == ["1"]
+
+
+def test_the_rollout_engine_alone_answers_with_log_probabilities(cluster, tmp_path):
+    from atlasrl import recipe as recipes
+    from atlasrl.precision import infer
+
+    assets = make_assets(tmp_path)
+    recipe = recipes.parse(recipe_tree(assets), "test")
+    prompts = [*infer.prompts_of(assets["train.parquet"], 3), "12"]
+    session = infer.ask(recipe, assets["model"], prompts, replicas=2)
+    assert [sample.prompt for sample in session.samples] == ["000=", "001=", "002=", "12="]
+    assert all(len(s.tokens) == len(s.log_probs) <= 6 and max(s.log_probs) < 0 for s in session.samples)
+    assert session.tokens_per_second > 0 and "on 2 engine(s)" in list(infer.lines(session))[-1]
+    again = infer.ask(recipe, assets["model"], prompts, replicas=1)
+    assert [s.tokens for s in again.samples] == [s.tokens for s in session.samples], "seeds belong to prompts"
