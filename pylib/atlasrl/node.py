@@ -54,6 +54,19 @@ def follow(node: Node) -> None:
             time.sleep(POLL_SECONDS)
 
 
+def sample_memory(node: Node) -> None:
+    """Start the sampler of resident memory; it ends with this process."""
+    words = [
+        node.plan.python,
+        "-m",
+        "atlasrl.memory.rss",
+        str(node.attempt.memory(node.rank)),
+        "--pid",
+        str(os.getpid()),
+    ]
+    processes.spawn(words, env=environment(node), log=node.log("memory"))
+
+
 def main(run_path: str, number: str, rank: str) -> int:
     note_signals()
     processes.adopt_orphans()
@@ -64,6 +77,8 @@ def main(run_path: str, number: str, rank: str) -> int:
     code, line = 0, ""
     with contextlib.ExitStack() as stack:
         try:
+            if node.plan.recipe.probe.memory:
+                sample_memory(node)
             if node.rank == 0:
                 job, resume_from = os.environ.get("ATLASRL_JOB"), json.loads(attempt.job.read_text())["resume_from"]
                 stack.enter_context(run.own(attempt=attempt.number, job=job))

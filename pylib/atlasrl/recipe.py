@@ -159,10 +159,13 @@ class Guard(Section):
 
 
 class Probe(Section):
-    """What a run records for bin/probe."""
+    """What a run records for bin/probe and bin/memory."""
 
     syncs: Annotated[int, Field(ge=0)] = Field(
         0, description="first weight syncs around which weights are digested and derived tensors checked"
+    )
+    memory: bool = Field(
+        False, description="sample resident memory of every process; `bin/memory profile RUN` reads it"
     )
 
 

@@ -104,6 +104,10 @@ class AttemptDir:
         """Digests of the first weight syncs, one file a worker (probe.syncs)."""
         return self.path / "weights"
 
+    def memory(self, rank: int) -> Path:
+        """One JSON line per process of a node whose resident memory moved (recipe: probe.memory)."""
+        return self.path / f"memory-node{rank}.jsonl"
+
     @property
     def stop_request(self) -> Path:
         """Present when someone asked the attempt to end: {"save": bool}."""

@@ -124,7 +124,7 @@ def test_search_without_any_split_that_fits():
 
 def test_an_fsdp2_recipe_prints_its_workers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    result = memory("tiny", "--config", str(tmp_path))
+    result = memory("tiny", "--set", "backend=fsdp2", "--set", "parallel.expert=1", "--config", str(tmp_path))
     assert result.exit_code == 0
     assert "each worker" in result.output
 

@@ -101,8 +101,9 @@ def search(recipe, nodes, changes, config, device_gib, as_json, limit):
 def profile(folder, phases, recipe, nodes, config, top, as_json):
     """Read the memory tables of Ascend's profiler below FOLDER.
 
-    FOLDER may also be a PyTorch memory snapshot (.pickle, .pkl), or with --recipe what the memory probe of a CPU run
-    wrote (rank0.jsonl …).
+    FOLDER may also be a run that was trained with --set probe.memory=true (resident memory of each process in each
+    phase, beside the prediction for FSDP2 workers), a PyTorch memory snapshot (.pickle, .pkl), or with --recipe what
+    the memory probe of a CPU run wrote (rank0.jsonl …).
 
     Peaks of the process, HCCL and the framework, whether sleep released the weights, leaks, and who held memory at the
     peak. Tables of many gigabytes are streamed.
@@ -110,6 +111,11 @@ def profile(folder, phases, recipe, nodes, config, top, as_json):
     from atlasrl.memory import profile as profiles
     from atlasrl.memory import report, snapshot
 
+    if (folder / "plan.json").is_file():
+        from atlasrl.memory import verdict
+
+        click.echo("\n".join(verdict.of_run(folder, config)))
+        return
     if folder.suffix in {".pickle", ".pkl"}:
         click.echo(report.snapshot_text(snapshot.read(folder), top))
         return

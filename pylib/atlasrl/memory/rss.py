@@ -1,8 +1,9 @@
 """Resident memory of processes: read from /proc, per phase, without touching the processes themselves.
 
 `python -m atlasrl.memory.rss FILE --pid PID` samples a process and all its descendants until PID ends and appends one
-JSON line per process whose memory moved: {"time", "pid", "name", "rss", "peak"}; bytes. "peak" is the kernel's own high
-water mark, so nothing between two samples is missed.
+JSON line per process whose memory or name moved: {"time", "pid", "name", "rss", "peak"}; bytes. "peak" is the kernel's
+own high water mark, so nothing between two samples is missed. A worker of Ray is named after what it does just now,
+such as `ray::WorkerDict.actor_rollout_update_actor`: the phase.
 """
 
 from __future__ import annotations
@@ -28,11 +29,20 @@ def status(pid: int | str = "self") -> dict[str, int | str] | None:
     if "VmRSS" not in fields:  # a kernel thread or a zombie
         return None
     return {
-        "name": fields["Name"],
+        "name": _title(pid) if fields["Name"].startswith("ray::") else fields["Name"],
         "parent": int(fields["PPid"]),
         "rss": int(fields["VmRSS"]) * 1024,
         "peak": int(fields["VmHWM"]) * 1024,
     }
+
+
+def _title(pid: int | str) -> str:
+    """What a Ray worker calls itself; the kernel keeps 15 letters of it, the command line all."""
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        words = ""
+    return words.partition("\0")[0].strip() or "ray::"
 
 
 def reset_peak() -> None:
@@ -53,7 +63,7 @@ def tree(root: int) -> dict[int, dict]:
 
 def sample(root: int, file: Path, interval: float = 0.5) -> None:
     """Append samples to `file` until `root` ends."""
-    written: dict[int, tuple[int, int]] = {}
+    written: dict[int, tuple[int, int, str]] = {}
     handle = os.pidfd_open(root)
     try:
         with file.open("a", buffering=1) as out:
@@ -61,9 +71,9 @@ def sample(root: int, file: Path, interval: float = 0.5) -> None:
             while not ended:
                 now = round(time.time(), 3)
                 for pid, found in tree(root).items():
-                    before = written.get(pid, (-STEP, -STEP))
-                    if abs(found["rss"] - before[0]) >= STEP or found["peak"] - before[1] >= STEP:
-                        written[pid] = (found["rss"], found["peak"])
+                    rss, peak, name = written.get(pid, (-STEP, -STEP, ""))
+                    if abs(found["rss"] - rss) >= STEP or found["peak"] - peak >= STEP or found["name"] != name:
+                        written[pid] = (found["rss"], found["peak"], found["name"])
                         line = {
                             "time": now,
                             "pid": pid,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atlasrl.errors import UsageFault
 from atlasrl.legality import Split, broken_batch_rules, broken_rollout_rules, broken_rules
-from atlasrl.memory import cost, job, measured, model, planner, report, sharded
+from atlasrl.memory import cost, job, measured, model, planner, report, residence, sharded
 from atlasrl.memory.architecture import Architecture
 from atlasrl.memory.model import Prediction
 from atlasrl.memory.planner import Candidate, Remedy
@@ -79,6 +79,26 @@ def of_workers(recipe: Recipe, folder: Path, config: Path | None = None) -> list
     workers = measured.read(folder)
     batch = sharded.batch_of(recipe, len(workers))
     return [*measured.lines(job.architecture_of(recipe, config), batch, workers)]
+
+
+def of_run(folder: Path, config: Path | None = None) -> list[str]:
+    """Sampled resident memory of a run, process by process and phase by phase.
+
+    Raises:
+        UsageFault: nothing was sampled. Fault: damaged samples.
+    """
+    from atlasrl import plan as plans
+    from atlasrl.rundir import RunDir
+
+    run = RunDir(folder)
+    plan = plans.load(run)
+    described = None
+    if plan.recipe.backend == "fsdp2":
+        world = plan.nodes * plan.devices_per_node
+        model = Path(plan.model_input) / "config.json"
+        a = job.architecture_of(plan.recipe, config or (model if model.is_file() else None))
+        described = a, sharded.batch_of(plan.recipe, world), world
+    return [*residence.lines(run, described)]
 
 
 def illegal(recipe: Recipe, a: Architecture, split: Split, j: job.Job) -> list[str]:
