@@ -1,0 +1,59 @@
+"""The 671B recipe from a login node: submitted, started on every node, stopped by preflight with what is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import cluster as clusters
+import pytest
+
+from atlasrl.rundir import RunDir
+from jobs import ROOT, Job, site_file
+
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
+
+LARGE = "deepseek-v3-671b-dapo"
+QUARTER = (  # of the devices: the same recipe with fewer stages
+    *("parallel.pipeline=4", "parallel.first_stage_layers=16", "parallel.last_stage_layers=15"),
+    *("parallel.expert=8", "rollout.expert=32"),
+)
+
+
+def submit(cluster: clusters.Cluster, nodes: int, *changes: str) -> Job:
+    """The recipe with a model folder and a data file that are there and hold nothing."""
+    model, train = cluster.shared / "DeepSeek-V3", cluster.shared / "train.parquet"
+    model.mkdir(exist_ok=True)
+    train.touch()
+    paths = (f"model.path={model}", f"data.train={train}", f"data.val={train}")
+    options = [word for change in (*paths, *changes) for word in ("--set", change)]
+    answer = cluster.login(
+        str(ROOT / "bin" / "train"),
+        *(LARGE, "--nodes", str(nodes), "--name", f"large-{nodes}", "--json"),
+        *("--site", str(site_file(cluster, f"large-{nodes}", False, {})), *options),
+        ATLASRL_REAL_PYTHON=sys.executable,
+    )
+    told = json.loads(answer.stdout)
+    return Job(cluster, told["job"], RunDir(told["run"]))
+
+
+def check_stopped_at_preflight(job: Job, nodes: int) -> None:
+    end = job.wait_for_end(900)
+    assert (end["kind"], end["action"]) == ("wrong", "stop"), job.story()
+    reached = {event["node"] for event in job.events("stage_start") if event["stage"] == "preflight"}
+    assert reached == {f"node{rank}" for rank in range(nodes)}, job.story()
+    assert not [event for event in job.events("stage_start") if event["stage"] in ("cast", "train")]
+    attempt = job.run.attempts()[-1]
+    said = (attempt.logs / "preflight-node0.log").read_text()
+    for missing in ("npu-smi: not installed", "CANN: its environment is not sourced", "model: ", "data: "):
+        assert f"error: {missing}" in said, said
+    assert "stage preflight failed" in attempt.ending()["message"]
+
+
+def test_the_large_recipe_goes_to_preflight_on_four_nodes_and_is_told_what_is_missing(cluster):
+    check_stopped_at_preflight(submit(cluster, 4, *QUARTER), 4)
+
+
+def test_the_large_recipe_goes_to_preflight_on_32_nodes(slurm_installed):
+    with clusters.running(nodes=32) as cluster:
+        check_stopped_at_preflight(submit(cluster, 32), 32)
