@@ -89,6 +89,7 @@ def test_every_process_is_told_after_its_device_and_backend():
 # -- on workers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_a_worker_without_the_set_is_named_before_the_first_step(tmp_path):
     script = f"""

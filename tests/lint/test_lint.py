@@ -422,7 +422,7 @@ def test_the_command_ends_with_one_on_an_error_and_two_on_a_wrong_question():
 
     bad = run(LARGE, "--stack", "a2-article", "--json")
     assert bad.returncode == 1
-    assert "slow-latent-prefill" in {each["rule"] for each in json.loads(bad.stdout)["findings"]}
+    assert "expert-groups" in {each["rule"] for each in json.loads(bad.stdout)["findings"]}
     wrong = run(LARGE, "--stack", "a2-0.7")
     assert wrong.returncode == 2 and "did you mean a2-0.7.1" in wrong.stderr
     assert run("tiny").returncode == 0

@@ -8,6 +8,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,10 +116,12 @@ def _scores(rule: Rule, lines: Path, first: int, total: int, seconds: float) -> 
             while first + len(results) < total:
                 line = reader.next(seconds)
                 if line is None:
-                    hangs = child.poll() is None
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(seconds if reader.ended else 0)
+                    ended = child.returncode
                     child.kill()
                     child.wait()
-                    why = f"no score after {seconds:g} s" if hangs else f"the process ended with {child.returncode}"
+                    why = f"no score after {seconds:g} s" if ended is None else f"the process ended with {ended}"
                     return [*results, {"error": why}]
                 results.append(json.loads(line))
             return results
@@ -130,7 +133,7 @@ class _Lines:
     """Lines of a pipe, each with a deadline."""
 
     def __init__(self, pipe):
-        self.descriptor, self.rest = pipe.fileno(), b""
+        self.descriptor, self.rest, self.ended = pipe.fileno(), b"", False
         self.selector = selectors.DefaultSelector()
         self.selector.register(pipe, selectors.EVENT_READ)
 
@@ -141,6 +144,7 @@ class _Lines:
                 return None
             block = os.read(self.descriptor, 1 << 16)
             if not block:
+                self.ended = True
                 return None
             self.rest += block
         line, _, self.rest = self.rest.partition(b"\n")

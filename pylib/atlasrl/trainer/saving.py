@@ -58,7 +58,12 @@ def required_files(backend: str, world_size: int) -> list[str]:
     """Files without which a checkpoint cannot be loaded, relative to its folder."""
     if backend == "megatron":
         optimizer = [f"actor/dist_ckpt/{name}" for name in (".metadata", "metadata.json", "common.pt")]
-        return ["data.pt", *optimizer, "actor/huggingface/config.json", "actor/huggingface/model.safetensors.index.json"]
+        return [
+            "data.pt",
+            *optimizer,
+            "actor/huggingface/config.json",
+            "actor/huggingface/model.safetensors.index.json",
+        ]
     shards = [
         f"actor/{part}_world_size_{world_size}_rank_{rank}.pt"
         for part in ("model", "optim", "extra_state")
