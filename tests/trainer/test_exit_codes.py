@@ -107,3 +107,19 @@ def test_an_environment_that_names_plugins_keeps_them(monkeypatch, run):
 
     assert os.environ[setup.PLUGINS] == "site.plugin,atlasrl.trainer.cpu,atlasrl.trainer.fsdp2_plugin"
     assert os.environ["ATLASRL_FIRST_STEP"] == "5"
+
+
+@pytest.mark.verl
+def test_a_verl_whose_trainer_takes_no_reward_function_is_refused_by_name():
+    """The signature of verl 0.7.1; of 0.7.0 is the one installed here."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    from atlasrl.trainer.setup import require_known_trainer
+
+    class Newer:
+        def __init__(self, config, tokenizer, role_worker_mapping, resource_pool_manager):
+            pass
+
+    require_known_trainer(RayPPOTrainer)
+    with pytest.raises(Fault, match="takes no reward_fn and no val_reward_fn"):
+        require_known_trainer(Newer)

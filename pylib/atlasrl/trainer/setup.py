@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 from atlasrl.errors import Fault
@@ -108,10 +110,25 @@ def compose(plan: dict, recipe: Recipe, resume_from: Path | None):
         raise Fault(f"verl's configuration: {text}; check the recipe's `verl:` keys (a new key needs ++)") from None
 
 
+def require_known_trainer(theirs: type) -> None:
+    """Scores are given to verl's trainer as a function, as 0.7.0 takes them; 0.7.1 asks reward-loop workers instead.
+
+    Raises:
+        Fault: verl's RayPPOTrainer has another signature than that of 0.7.0.
+    """
+    missing = {"reward_fn", "val_reward_fn"} - inspect.signature(theirs.__init__).parameters.keys()
+    if missing:
+        raise Fault(
+            f"verl {version('verl')}: RayPPOTrainer takes no {' and no '.join(sorted(missing))}; this trainer is "
+            "written for verl 0.7.0: train with a stack that has it"
+        )
+
+
 def build_trainer(plan: dict, recipe: Recipe, attempt: AttemptDir, resume_from: Path | None):
     """verl's trainer with its workers' classes, reward function and datasets. Starts no worker yet."""
     from omegaconf import OmegaConf
     from verl.trainer.main_ppo import TaskRunner, create_rl_dataset
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.utils import hf_tokenizer
     from verl.utils.config import validate_config
@@ -121,6 +138,7 @@ def build_trainer(plan: dict, recipe: Recipe, attempt: AttemptDir, resume_from: 
     from atlasrl.trainer.offline import StubScorer
     from atlasrl.trainer.scoring import Scorer
 
+    require_known_trainer(RayPPOTrainer)
     config = compose(plan, recipe, resume_from)
     OmegaConf.resolve(config)
     if recipe.data.deduplicate:
