@@ -204,6 +204,7 @@ print(ray.get(ray.remote(lambda: "alive").remote()))
 """
 
 
+@pytest.mark.nightly
 def test_foreign_ray_survives_our_whole_life(job):
     foreign = subprocess.Popen(
         [sys.executable, "-c", FOREIGN],

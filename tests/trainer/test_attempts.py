@@ -190,6 +190,7 @@ def test_stopped_on_request_it_saves_between_steps(whole, tmp_path, assets, ray_
     assert attempt.samples() == whole.samples()[:done]
 
 
+@pytest.mark.nightly
 def test_the_guard_ends_a_run_after_a_checkpoint(tmp_path, assets, ray_address):
     """A limit of 0 for what float32 rounding alone makes: the rule fails as soon as it may judge, at step 2."""
     rules = tmp_path / "rules.yaml"
