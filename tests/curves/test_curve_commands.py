@@ -53,6 +53,7 @@ def test_exit_code_0_aligned_1_not_aligned_2_unreadable(runs):
     assert broken.exit_code == 2 and broken.stderr.startswith("error: ") and broken.stderr.count("\n") == 1
 
 
+@pytest.mark.browser
 def test_all_reports_of_one_call(runs):
     done = run(compare, "slow.jsonl", *GPU, "--html", "r.html", "--png", "r.png", "--tensorboard", "tb", "--details")
     assert done.exit_code == 1

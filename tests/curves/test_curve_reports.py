@@ -95,6 +95,7 @@ def test_a_hostile_run_name_makes_no_element(opened):
     assert 'id="evil"' not in body and "<b id=evil>" not in body and "npu&lt;/script&gt;" in body
 
 
+@pytest.mark.browser
 def test_the_picture_is_a_png_of_a_few_hundred_kilobytes(tmp_path):
     _, data = verdict_and_data(name="cost $5 and $6")
     picture.png(data, tmp_path / "report.png")

@@ -37,6 +37,7 @@ def test_inputs_made_with_other_settings_are_refused_and_not_replaced(script, tm
     assert "other settings" in capsys.readouterr().err
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize(
     "answer", ["", "no number", "9" * 10**7, "1" + "0" * 999, "٨", "8.5", "-8", "8 or 9", "NaN", None, 8]
 )
@@ -45,6 +46,7 @@ def test_what_is_not_the_right_number_is_wrong(script, answer):
     assert compute_score("reasoning_gym/chain_sum", answer, "8", {"index": 1}) == {"score": -1.0, "acc": 0.0}
 
 
+@pytest.mark.verl
 @pytest.mark.parametrize("answer", ["8", "The answer is 8.", "3 + 5 = 8", "08", "8.0", "It was 7, no, 8!", "\n8\n"])
 def test_the_last_number_counts(script, answer):
     compute_score = script("smollm2_135m", "reward").compute_score
