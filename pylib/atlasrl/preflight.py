@@ -7,10 +7,12 @@ the recipe's `accept` names it.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -21,6 +23,9 @@ from atlasrl.errors import Fault
 from atlasrl.memory import verdict
 from atlasrl.plan import Plan
 from atlasrl.rundir import RunDir
+
+if TYPE_CHECKING:
+    from ckpt_tools.plan import CastPlan
 
 COLUMNS = {"prompt": "the chat messages", "data_source": "which rule scores it", "reward_model": "its ground_truth"}
 
@@ -41,9 +46,10 @@ def checks(plan: Plan, rank: int) -> Iterator[tuple[str, Check]]:
     yield "disk", lambda: check_disk(plan)
     if rank == 0:
         yield "lint", lambda: check_recipe(plan)
-        yield "model", lambda: check_model(Path(plan.model_input), Path(plan.model))
+        cast = functools.cache(lambda: planned_cast(Path(plan.model_input), Path(plan.model)))  # headers are read once
+        yield "model", lambda: check_model(cast())
         if plan.recipe.backend == "megatron":
-            yield "saving", lambda: check_saving(Path(plan.model_input), Path(plan.model))
+            yield "saving", lambda: check_saving(cast())
         yield "data", lambda: check_data(Path(plan.train))
         if plan.val:
             yield "validation data", lambda: check_data(Path(plan.val))
@@ -131,13 +137,12 @@ def check_disk(plan: Plan) -> str:
     return f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed"
 
 
-def check_model(path: Path, target: Path) -> str:
+def check_model(planned: CastPlan) -> str:
     """The input checkpoint, by its index and headers alone, as the cast stage will read it."""
-    planned = planned_cast(path, target)
-    return f"{path}: {len(planned.jobs)} shards to write, {len(planned.dropped)} index keys left out"
+    return f"{planned.source}: {len(planned.jobs)} shards to write, {len(planned.dropped)} index keys left out"
 
 
-def planned_cast(path: Path, target: Path):
+def planned_cast(path: Path, target: Path) -> CastPlan:
     """What the cast stage will write."""
     from ckpt_tools import errors
     from ckpt_tools.checkpoint import read_checkpoint
@@ -149,13 +154,13 @@ def planned_cast(path: Path, target: Path):
         raise Fault(str(problem)) from None
 
 
-def check_saving(path: Path, target: Path) -> str:
+def check_saving(planned: CastPlan) -> str:
     """mbridge saves a shard when each key that the index lists for it has come: a stale key costs the whole shard."""
     from ckpt_tools.checkpoint import read_checkpoint
     from ckpt_tools.mbridge import predict_unsaved
 
-    planned = planned_cast(path, target)
-    indexes = {path: (planned.index, planned.config)}  # of the copy that training starts from
+    target = planned.target
+    indexes = {planned.source: (planned.index, planned.config)}  # of the copy that training starts from
     if (target / "model.safetensors.index.json").exists():
         made = read_checkpoint(target)
         indexes[target] = ({"weight_map": made.index.weight_map}, made.config)

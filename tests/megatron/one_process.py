@@ -27,6 +27,7 @@ def main(folder: str) -> dict:
     from transformers import AutoConfig
 
     from atlasrl.errors import Fault
+    from atlasrl.precision import structure
     from atlasrl.trainer import alarms, patches
 
     parallel_state.initialize_model_parallel()
@@ -41,7 +42,7 @@ def main(folder: str) -> dict:
         found["device of a module made on meta"] = torch.nn.Linear(2, 2).weight.device.type
 
     attention = next(m for m in model[0].modules() if type(m).__name__ == "MLASelfAttention")
-    found["expected scale"] = alarms.expected_scale(config)
+    found["expected scale"] = structure.expected_scale(config.to_dict()).value
     found["measured scale"] = alarms.measured_scale(attention, torch.float32)
     found["measured scale in half precision"] = alarms.measured_scale(attention.bfloat16(), torch.bfloat16)
     attention.float()

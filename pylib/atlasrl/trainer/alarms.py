@@ -6,12 +6,12 @@ computes, the bits of the live parameters.
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
 
 from atlasrl.errors import Fault
+from atlasrl.precision import structure
 from atlasrl.trainer.patches import patch
 
 PATCHES = ("alarm-at-start", "alarm-replicas")
@@ -87,7 +87,7 @@ def check_attention_scale(modules, hf_config) -> None:
     attention = next((m for chunk in modules for m in chunk.modules() if type(m).__name__ == "MLASelfAttention"), None)
     if attention is None:
         return
-    expected = expected_scale(hf_config)
+    expected = structure.expected_scale(hf_config.to_dict()).value
     dtype = next(attention.parameters()).dtype
     try:
         found, how = measured_scale(attention, dtype), "applies"
@@ -99,17 +99,6 @@ def check_attention_scale(modules, hf_config) -> None:
             f"({found / expected - 1:+.1%}): log-probabilities will differ from the rollout engine's; on an NPU update "
             "MindSpeed to a25e413e or later (branch 2.2.0_core_r0.12.1)"
         )
-
-
-def expected_scale(hf_config) -> float:
-    """1 / sqrt(head size), times the square of yarn's factor 0.1 · mscale_all_dim · ln(factor) + 1.
-
-    Source: DeepSeek-V3 inference/model.py, transformers modeling_deepseek_v3.py.
-    """
-    scale = (hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim) ** -0.5
-    rope = getattr(hf_config, "rope_scaling", None) or {}
-    factor, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
-    return scale * (0.1 * mscale * math.log(factor) + 1.0) ** 2 if factor > 1 and mscale else scale
 
 
 @torch.no_grad()
