@@ -7,7 +7,6 @@ put together from verl's own YAML and the overrides; then versions and files sta
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -23,6 +22,7 @@ from atlasrl.errors import UsageFault
 from atlasrl.precision import shell
 from atlasrl.rundir import AttemptDir, RunDir, write_atomically
 from atlasrl.schema import read_yaml
+from atlasrl.trainer.prompts import files_digest
 
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*|\{\}))?\}")
 BASES = {False: "_generated_ppo_trainer.yaml", True: "_generated_ppo_megatron_trainer.yaml"}
@@ -125,7 +125,7 @@ def digests(settings: Mapping[str, object]) -> dict[str, str]:
     for role in ("train", "val"):
         files = settings.get(f"data.{role}_files") or []
         chosen |= {f"{role}/{i}": Path(str(f)) for i, f in enumerate([files] if isinstance(files, str) else files)}
-    return {role: digest for role, file in chosen.items() if (digest := _sha256(file)) is not None}
+    return {role: digest for role, file in chosen.items() if (digest := _digest(file)) is not None}
 
 
 def flat(tree: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -243,13 +243,9 @@ def value_of(text: str) -> object:
         return text
 
 
-def _sha256(file: Path) -> str | None:
+def _digest(file: Path) -> str | None:
     """Of a file's content; None where there is no file that can be read."""
-    digest = hashlib.sha256()
     try:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+        return files_digest([str(file)])
     except OSError:
         return None
-    return digest.hexdigest()[:16]
