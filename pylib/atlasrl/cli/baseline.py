@@ -64,4 +64,4 @@ for verb, function in (("add", add), ("list", show), ("show", describe)):
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="bin/baseline")

@@ -50,4 +50,4 @@ def main(**options) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="bin/compare")

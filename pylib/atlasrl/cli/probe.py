@@ -23,4 +23,4 @@ for verb, function in VERBS.items():
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="bin/probe")
