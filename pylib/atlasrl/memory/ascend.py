@@ -7,11 +7,9 @@ end in a tab; totals below zero mean "only the release was seen" and are left ou
 
 from __future__ import annotations
 
-import os
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from atlasrl.errors import Fault, UsageFault
 from atlasrl.memory.curve import Curve
 
 BLOCK = 2 * 2**20  # bytes read at once; larger blocks fall out of the cache
-WORKERS = min(4, os.cpu_count() or 1)
 UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 KINDS = {"npu_module_mem": "module", "memory_record": "record", "operator_memory": "operator"}
 HEADER = re.compile(r"(?P<name>[^(]+?)\s*(?:\((?P<unit>\w+)\))?")
@@ -99,50 +96,10 @@ def blocks(table: Table, numbers: tuple[str, ...], texts: tuple[str, ...] = ()) 
     Raises:
         Fault: a row has too few or too many fields, or a number is none; the message names the file.
     """
-    damaged: list[str] = []
-
-    def parse(text: bytes) -> dict:
-        return _parse(table, text, numbers, texts, damaged)
-
-    yield from _in_order(parse, _pieces(table.path))
-    if len(damaged) > 1 or (damaged and not _cut(table.path)):
-        raise Fault(
-            f"{table.path} has {len(damaged)} rows of another width, first {damaged[0]!r}; it was edited or damaged"
-        )
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    """The file in pieces of whole lines, each with the header in front."""
-    with path.open("rb") as file:
-        header, rest = file.readline(), b""
-        while block := file.read(BLOCK):
-            lines = rest + block
-            end = lines.rfind(b"\n") + 1
-            if not end and len(lines) > 4 * BLOCK:
-                raise Fault(f"{path} has a line of more than {len(lines) >> 20} MiB; it is no table, or damaged")
-            if end:
-                yield header + lines[:end]
-            rest = lines[end:]
-        if rest:
-            yield header + rest
-
-
-def _in_order(work: Callable[[bytes], dict], pieces: Iterator[bytes]) -> Iterator[dict]:
-    """Do `work` on several pieces at once; results come in the pieces' order, and only a few are waiting."""
-    with ThreadPoolExecutor(WORKERS) as pool:
-        waiting: deque = deque()
-        for piece in pieces:
-            waiting.append(pool.submit(work, piece))
-            if len(waiting) > 2 * WORKERS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def _parse(table: Table, text: bytes, numbers: tuple[str, ...], texts: tuple[str, ...], damaged: list[str]) -> dict:
-    """One piece as columns. Arrow parses outside of Python's lock, so threads share the work."""
     import pyarrow as pa
     import pyarrow.csv as csv
+
+    damaged: list[str] = []
 
     def note(row) -> str:
         damaged.append(row.text[:80] if row.text else "")
@@ -151,23 +108,23 @@ def _parse(table: Table, text: bytes, numbers: tuple[str, ...], texts: tuple[str
     kinds = {table.columns[c][0]: pa.float64() for c in numbers}
     kinds |= {table.columns[c][0]: pa.dictionary(pa.int32(), pa.string()) for c in texts}
     try:
-        read = csv.read_csv(
-            pa.BufferReader(text),
-            read_options=csv.ReadOptions(block_size=len(text) + 1, use_threads=False),
+        with csv.open_csv(
+            table.path,
+            read_options=csv.ReadOptions(block_size=BLOCK),
             parse_options=csv.ParseOptions(invalid_row_handler=note),
             convert_options=csv.ConvertOptions(
                 column_types=kinds, include_columns=list(kinds), null_values=["", "N/A", "nan", "NaN", "\t"]
             ),
-        ).combine_chunks()
+        ) as reader:
+            for batch in reader:
+                read = {c: batch.column(table.columns[c][0]) for c in (*numbers, *texts)}
+                yield read | {c: read[c].to_numpy(zero_copy_only=False) for c in numbers}
     except pa.ArrowInvalid as problem:
         raise Fault(f"{table.path}: {' '.join(str(problem).split())[:160]}; the file was edited or damaged") from None
-    found = {c: read.column(table.columns[c][0]).to_numpy() for c in numbers}
-    return found | {c: _whole(read.column(table.columns[c][0])) for c in texts}
-
-
-def _whole(column):
-    """A chunked column of one chunk, or of none, as an array."""
-    return column.chunk(0) if column.num_chunks else column.combine_chunks()
+    if len(damaged) > 1 or (damaged and not _cut(table.path)):
+        raise Fault(
+            f"{table.path} has {len(damaged)} rows of another width, first {damaged[0]!r}; it was edited or damaged"
+        )
 
 
 def _cut(path: Path) -> bool:

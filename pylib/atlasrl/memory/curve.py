@@ -45,11 +45,13 @@ class Curve:
         self._add_envelope(times, values)
 
     def _add_intervals(self, times: np.ndarray, values: np.ndarray) -> None:
-        intervals = np.searchsorted(self.marks, times, side="right")
-        starts = np.r_[
-            0, np.flatnonzero(np.diff(intervals)) + 1
-        ]  # runs of one interval; unsorted times make short ones
-        at = intervals[starts]
+        if len(self.marks):
+            intervals = np.searchsorted(self.marks, times, side="right")
+            # Runs of one interval; unsorted times make short ones.
+            starts = np.r_[0, np.flatnonzero(np.diff(intervals)) + 1]
+            at = intervals[starts]
+        else:
+            starts = at = np.zeros(1, dtype=int)
         np.minimum.at(self.interval_low, at, np.minimum.reduceat(values, starts))
         np.maximum.at(self.interval_high, at, np.maximum.reduceat(values, starts))
         for interval, start, end in zip(at, starts, np.r_[starts[1:], len(values)], strict=True):
