@@ -1,9 +1,9 @@
-"""Two dumps of one input: logits and gradient norm first, then the first module that leaves its tolerance."""
+"""Two dumps of one input: logits first, then the first module that makes something wrong of what is right."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +20,10 @@ ROUNDOFF = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
 SMALL = 1e-12
 GRADIENT = 4  # a gradient has been through the model twice: so many times the tolerance of an output
 FAINT = 1e-3  # of the largest gradient: below it is rounding, as the gradient of a key's bias, which is zero
+LEAP = 4  # a call that carries a difference on makes at most so much more of it; one that is wrong makes it anew
+
+Pair = tuple[Call, Call]
+"""A call on both sides."""
 
 
 @dataclass
@@ -33,14 +37,20 @@ class Finding:
 
 
 class Comparison:
-    """Compares records of two dumps and counts how often."""
+    """Compares records of two dumps, each pair once."""
 
     def __init__(self, left: Dump, right: Dump):
-        self.left, self.right, self.count = left, right, 0
+        self.left, self.right = left, right
+        self.known: dict[tuple[int, int], float] = {}
 
     def error(self, left: Record, right: Record) -> float:
         """Relative distance of two tensors: the larger of that of their slices and that of their norms."""
-        self.count += 1
+        pair = id(left), id(right)
+        if pair not in self.known:
+            self.known[pair] = self._error(left, right)
+        return self.known[pair]
+
+    def _error(self, left: Record, right: Record) -> float:
         if left.shape != right.shape:
             return math.inf
         if left.bad or right.bad:
@@ -54,11 +64,27 @@ class Comparison:
         size = max(slices[0].double().norm().item(), slices[1].double().norm().item(), SMALL)
         return max(found, (slices[0].double() - slices[1].double()).norm().item() / size)
 
-    def differs(self, left: list[Record], right: list[Record]) -> bool:
-        """Whether any tensor of two calls leaves its tolerance."""
+    def excess(self, left: list[Record], right: list[Record]) -> float:
+        """The largest error among pairs of tensors, in units of its tolerance: above 1 rounding does not explain it."""
         if len(left) != len(right):
-            return True
-        return any(self.error(a, b) > tolerance(a, b) for a, b in zip(left, right, strict=True))
+            return math.inf
+        return max((self.error(a, b) / tolerance(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
+
+    def given(self, pair: Pair) -> float:
+        """The excess of a call's input."""
+        return self.excess(pair[0].inputs, pair[1].inputs)
+
+    def made(self, pair: Pair) -> float:
+        """The excess of a call's output. Near a tie rounding makes another choice, which only other weights explain."""
+        if pair[0].choice != pair[1].choice:
+            return math.inf if self.other_weights(pair[0]) else 0.0
+        return self.excess(pair[0].outputs, pair[1].outputs)
+
+    def other_weights(self, call: Call) -> list[str]:
+        """The call's own weights that differ between the sides."""
+        sides = self.left.weights, self.right.weights
+        own = [name for name in sides[0] if name.rpartition(".")[0] == call.module and name in sides[1]]
+        return [name for name in own if self.excess([sides[0][name]], [sides[1][name]]) > 1]
 
 
 def tolerance(left: Record, right: Record) -> float:
@@ -91,17 +117,13 @@ def compare(left: Dump, right: Dump) -> Finding:
     comparison = Comparison(left, right)
     facts = [f"{name}: {left.facts[name]:.6g} | {right.facts[name]:.6g}" for name in ("loss", "grad_norm")
              if isinstance(left.facts.get(name), float) and isinstance(right.facts.get(name), float)]  # fmt: skip
-    top = [
-        each.roots[0] if len(each.roots) == 1 else Call("(model)", "model", [], [], each.roots)
-        for each in (left, right)
-    ]
-    finding = None
-    if not top[0].outputs or comparison.differs(top[0].outputs, top[1].outputs):
-        finding = _descend(comparison, *top, _bisected)
-    if finding is None and (gradient := _gradients(comparison, left, right)) is not None:
-        # The residual stream can bury a wrong layer below the tolerance of the logits: ask each call.
-        finding = _descend(comparison, *top, _scanned) or gradient
-    return Finding(*(finding or (None, "outputs and gradients agree within rounding")), comparison.count, facts)
+    top = _top(left), _top(right)
+    if comparison.made(top) > 1:
+        narrowed = _narrow(comparison, top)
+        found = _leap(comparison, narrowed) or _leap(comparison, top) or _unexplained(top)
+    else:  # later modules can shrink a wrong output below the tolerance of the logits, so every call is asked
+        found = _leap(comparison, top) or _gradients(comparison, left, right)
+    return Finding(*(found or (None, "outputs and gradients agree within rounding")), len(comparison.known), facts)
 
 
 def _check_comparable(left: Dump, right: Dump) -> None:
@@ -123,58 +145,95 @@ def _check_comparable(left: Dump, right: Dump) -> None:
         )
 
 
-def _descend(comparison: Comparison, left: Call, right: Call, first_wrong: Callable) -> tuple[str, str] | None:
-    """Follow the wrong output of a call, whose input is right, to the innermost call that makes it wrong.
+def _top(dump: Dump) -> Call:
+    """The outermost call; several are put inside one."""
+    roots = dump.roots
+    return roots[0] if len(roots) == 1 else Call("(model)", "model", roots[0].inputs, roots[-1].outputs, roots)
 
-    Args:
-        first_wrong: `_bisected`, or `_scanned` where later calls may be right again.
+
+def _narrow(comparison: Comparison, pair: Pair) -> Pair:
+    """Bisect to the innermost call that makes a right input wrong.
+
+    A bisection takes for granted that what is wrong stays wrong. Where a difference shrank and grew again it ends at a
+    call whose input was off already; then the call around it is returned.
     """
     while True:
-        pairs = list(itertools.takewhile(_is_same_call, zip(left.children, right.children, strict=False)))
-        found = first_wrong(comparison, pairs)
-        if found is None and len(pairs) < max(len(left.children), len(right.children)):
-            return left.module, f"{left.kind} calls other modules on the two sides: other experts, or other code"
-        if found is None:
-            return (left.module, _own(comparison, left)) if _is_wrong(comparison, (left, right)) else None
-        if comparison.differs(pairs[found][0].inputs, pairs[found][1].inputs):
-            earlier = _scanned(comparison, pairs[:found])
-            if earlier is None:
-                return left.module, (
-                    f"what it passes to {pairs[found][0].module} differs and all modules before agree: the arithmetic "
-                    f"of {left.kind} itself (in attention: scores, scale, mask, rotary embedding)"
-                )
-            found = earlier
-        left, right = pairs[found]
+        inner = _pairs(pair)
+        found = first(len(inner), lambda index, inner=inner: comparison.made(inner[index]) > 1)
+        if found is None or not _leaps(comparison.made(inner[found]), comparison.given(inner[found])):
+            return pair
+        pair = inner[found]
 
 
-def _is_same_call(pair: tuple[Call, Call]) -> bool:
-    return pair[0].module == pair[1].module
+def _leap(comparison: Comparison, pair: Pair) -> tuple[str, str] | None:
+    """The first call, in the order of execution, that makes something wrong of what is right; each is asked.
+
+    Returns:
+        Its module and why it is the one; None if differences only grow from one call to the next.
+    """
+    module, kind = pair[0].module, pair[0].kind
+    before, is_alike = comparison.given(pair), _is_alike(pair)
+    for each in _pairs(pair):
+        if is_alike and _leaps(comparison.given(each), before):
+            return module, (
+                f"what it passes to {each[0].module} differs and all modules before agree: the arithmetic of {kind} "
+                "itself (in attention: scores, scale, mask, rotary embedding)"
+            )
+        if found := _leap(comparison, each):
+            return found
+        before = max(before, comparison.made(each))
+    if is_alike and _leaps(comparison.made(pair), before):
+        return module, _own(comparison, pair[0])
+    return None
 
 
-def _is_wrong(comparison: Comparison, pair: tuple[Call, Call]) -> bool:
-    return comparison.differs(pair[0].outputs, pair[1].outputs)
+def _leaps(now: float, before: float) -> bool:
+    return now > max(1, LEAP * before)
 
 
-def _bisected(comparison: Comparison, pairs: list[tuple[Call, Call]]) -> int | None:
-    """The first call with a wrong output. Where the last is right, a branch may still be wrong: each is asked."""
-    found = first(len(pairs), lambda index: _is_wrong(comparison, pairs[index]))
-    return _scanned(comparison, pairs[:-1]) if found is None else found
+def _pairs(pair: Pair) -> list[Pair]:
+    """The calls inside both, each with its counterpart; experts that got other tokens have none."""
+    theirs = defaultdict(list)
+    for call in reversed(pair[1].children):
+        theirs[call.module].append(call)
+    inner = [(call, theirs[call.module].pop()) for call in pair[0].children if theirs[call.module]]
+    return [each for each in inner if _shapes(each[0]) == _shapes(each[1])]
 
 
-def _scanned(comparison: Comparison, pairs: list[tuple[Call, Call]]) -> int | None:
-    """The first call with a wrong output, each asked in turn."""
-    return next((index for index, pair in enumerate(pairs) if _is_wrong(comparison, pair)), None)
+def _is_alike(pair: Pair) -> bool:
+    """Whether both sides called the same modules, with the same shapes, and none made another choice."""
+    inner = _pairs(pair)
+    calls_the_same = len(inner) == len(pair[0].children) == len(pair[1].children)
+    return calls_the_same and all(left.choice == right.choice for left, right in inner)
+
+
+def _shapes(call: Call) -> list[tuple[int, ...]]:
+    return [record.shape for record in (*call.inputs, *call.outputs)]
+
+
+def _unexplained(top: Pair) -> tuple[str, str]:
+    """The outputs differ, and no call made them so: it calls others, or rounding is all there is."""
+    pending = [top]
+    while pending:
+        pair = pending.pop(0)
+        if not _is_alike(pair):
+            return pair[0].module, (
+                f"{pair[0].kind} calls other modules, or for other tokens, on the two sides: a router near a tie, or "
+                "other code"
+            )
+        pending = [*_pairs(pair), *pending]
+    return top[0].module, (
+        "its output differs, but no module makes a right input wrong: differences grow from each to the next, as other "
+        "kernels or dtypes do; dump both sides with --dtype float32"
+    )
 
 
 def _own(comparison: Comparison, call: Call) -> str:
     """Why a call with right inputs and right inner modules is wrong: its weights, or its arithmetic."""
-    sides = comparison.left.weights, comparison.right.weights
-    own = [n for n in sides[0] if n.rpartition(".")[0] == call.module and n in sides[1]]
-    wrong = [name for name in own if comparison.differs([sides[0][name]], [sides[1][name]])]
-    if wrong:
+    if wrong := comparison.other_weights(call):
         return f"its input agrees, its weights differ: {', '.join(wrong)}"
-    inside = " and every module inside it" if call.children else " and its weights" if own else ""
-    return f"its input{inside} agree{'' if inside else 's'}: the arithmetic of {call.kind} itself"
+    inside = "every module inside it" if call.children else "its weights"
+    return f"its input and {inside} agree: the arithmetic of {call.kind} itself"
 
 
 def _gradients(comparison: Comparison, left: Dump, right: Dump) -> tuple[str, str] | None:

@@ -32,13 +32,14 @@ class Record:
 
 @dataclass
 class Call:
-    """One call of a module, with the calls inside it, in order."""
+    """One call of a module, with the calls inside it, in order. `choice` is the digest of integers that it gave out."""
 
     module: str
     kind: str
     inputs: list[Record] = field(default_factory=list)
     outputs: list[Record] = field(default_factory=list)
     children: list[Call] = field(default_factory=list)
+    choice: str | None = None
 
 
 @dataclass
@@ -55,17 +56,19 @@ class Dump:
         """The slice of a record as a float32 tensor; None where the dump keeps none."""
         if record.line is None:
             return None
-        for file in self._parts:
-            if str(record.line) in file.keys():  # noqa: SIM118  no mapping
-                return file.get_tensor(str(record.line))
-        raise Fault(f"{self.folder} lacks the slice of {record.module}: a samples file is missing")
+        name = str(record.line)
+        if name not in self._parts:
+            raise Fault(f"{self.folder} lacks the slice of {record.module}: a samples file is missing")
+        return self._parts[name].get_tensor(name)
 
     @functools.cached_property
-    def _parts(self) -> list:
+    def _parts(self) -> dict:
+        """Name of each slice -> the open file that holds it."""
         from safetensors import SafetensorError, safe_open
 
         try:
-            return [safe_open(file, "pt") for file in sorted(self.folder.glob("samples-*.safetensors"))]
+            files = [safe_open(file, "pt") for file in sorted(self.folder.glob("samples-*.safetensors"))]
+            return {name: file for file in files for name in file.keys()}  # noqa: SIM118  no mapping
         except (SafetensorError, OSError) as problem:
             raise Fault(f"{self.folder}: a samples file is damaged ({problem}); copy the dump again") from None
 
@@ -100,13 +103,16 @@ def _of_ours(folder: Path, facts: dict) -> Dump:
             gradients.append(_record(entry, entry["module"]))
         elif entry["kind"] == "weight":
             weights[entry["module"]] = _record(entry, entry["module"])
-        elif entry["kind"] == "in":
-            call = Call(entry["module"], entry["type"], [_record(entry, entry["module"])])
+        elif entry["kind"] == "call":
+            call = Call(entry["module"], entry["type"])
+            if "shape" in entry:
+                call.inputs.append(_record(entry, entry["module"]))
             calls[entry["call"]] = call
             parent = calls.get(entry["parent"])
             (parent.children if parent else roots).append(call)
         elif (call := calls.get(entry["call"])) is not None:
             call.outputs.append(_record(entry, call.module))
+            call.choice = entry.get("choice")
     return Dump(folder, facts, roots, gradients, weights)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from atlasrl.errors import Fault, UsageFault
+from atlasrl.precision import aliases, weights
 from atlasrl.rundir import write_atomically
 
 SAMPLE = 256
@@ -91,9 +92,10 @@ class Recorder:
                 self._keep({"kind": "grad", "module": clean(path)}, parameter.grad)
 
     def weights(self, model: nn.Module) -> None:
-        """Record every parameter, so that wrong weights are told from wrong arithmetic."""
-        for path, parameter in model.named_parameters():
-            self._keep({"kind": "weight", "module": clean(path)}, parameter)
+        """Record parameters and persistent buffers, so that wrong weights are told from wrong arithmetic."""
+        for path, tensor in aliases.weights(model).items():
+            if tensor.is_floating_point():
+                self._keep({"kind": "weight", "module": clean(path)}, tensor)
 
     def note(self, **facts) -> None:
         """Add facts to dump.json, such as loss and grad_norm."""
@@ -122,9 +124,8 @@ class Recorder:
             self.calls += 1
             parent = self.open_calls[-1] if self.open_calls else None
             self.open_calls.append(call)
-            entry = {"kind": "in", "module": name, "type": type(module).__name__, "call": call, "parent": parent}
-            for slot, tensor in enumerate(tensors((args, kwargs))[:1]):
-                self._keep(entry | {"slot": slot}, tensor)
+            entry = {"kind": "call", "module": name, "type": type(module).__name__, "call": call, "parent": parent}
+            self._keep(entry, *tensors((args, kwargs))[:1])
 
         return hook
 
@@ -132,11 +133,14 @@ class Recorder:
         if not self.open_calls:
             return
         call = self.open_calls.pop()
-        for slot, tensor in enumerate(tensors(output)[:4]):
-            self._keep({"kind": "out", "call": call, "slot": slot}, tensor)
+        chosen = [weights.digest(tensor) for tensor in tensors(output, floating=False)]
+        entry = {"kind": "out", "call": call} | ({"choice": " ".join(chosen)} if chosen else {})
+        for tensor in tensors(output)[:4]:
+            self._keep(entry, tensor)
 
-    def _keep(self, entry: dict, tensor: torch.Tensor) -> None:
-        facts, piece = measure(tensor, self.sample)
+    def _keep(self, entry: dict, tensor: torch.Tensor | None = None) -> None:
+        """Add a line and a slice. A call on token ids alone, as of an embedding, has a line without either."""
+        facts, piece = measure(tensor, self.sample) if tensor is not None else ({}, torch.empty(0))
         line = json.dumps({"line": self.lines, **entry, **facts}) + "\n"
         cost = len(line) + 4 * piece.numel() + HEADER
         if self.left_out or self.used + cost > self.limit:
@@ -193,13 +197,12 @@ def places(elements: int, sample: int) -> torch.Tensor:
     return torch.arange(count) * (elements - 1) // max(count - 1, 1)
 
 
-def tensors(value) -> list[torch.Tensor]:
-    """The floating tensors in a module's arguments or result, in order."""
+def tensors(value, *, floating: bool = True) -> list[torch.Tensor]:
+    """The tensors in a module's arguments or result, in order: those of numbers, or those of integers and truths."""
     if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() and value.numel() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [found for each in value for found in tensors(each)] if isinstance(value, (list, tuple)) else []
+        return [value] if value.is_floating_point() == floating and value.numel() else []
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    return [found for each in inner for found in tensors(each, floating=floating)]
 
 
 def clean(name: str) -> str:
