@@ -18,6 +18,7 @@ from atlasrl.trainer.patches import patch
 PATCHES = (
     "cpu-torch-cuda",
     "cpu-rng",
+    "cpu-no-compile",
     "cpu-expert-sizes",
     "cpu-norm",
     "cpu-no-fp8",
@@ -140,6 +141,16 @@ def get_rng_state(original):
 @_mcore_patch("cpu-rng", _RNG, "megatron.core.tensor_parallel.random:_set_cuda_rng_state", "_cuda_setRNGState")
 def set_rng_state(original):
     return lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+@_mcore_patch(
+    "cpu-no-compile",
+    "compiling the fused activations takes each worker 15 s at its first step, more than they could save in hours",
+    "megatron.core.jit:jit_fuser",
+    "def compile",
+)
+def functions_as_written(original):
+    return lambda function: function
 
 
 @_mcore_patch(
