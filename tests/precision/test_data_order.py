@@ -110,13 +110,6 @@ def test_a_prompt_seen_again_in_the_next_epoch_is_no_duplicate():
     assert causes(records(twice), records(twice)) == []
 
 
-def test_the_first_step_with_other_answers_is_found():
-    ours = {step: dict(line) for step, line in BASE.items()}
-    ours[7]["responses"] = "other"
-    assert data.first_other_answers(ours, BASE) == 7
-    assert data.first_other_answers(BASE, BASE) is None
-
-
 def test_runs_without_a_common_step_are_refused():
     with pytest.raises(Fault, match="one has 41–80, the other 1–40"):
         data.compare(records(shuffled(1), first=41), BASE)

@@ -9,7 +9,7 @@ from trainer_assets import make_assets, recipe_tree
 
 pytestmark = pytest.mark.nightly
 
-HERE = Path(__file__).parent
+PLANTED = Path(__file__).parent / "planted"
 
 
 @pytest.fixture(scope="module")
@@ -25,29 +25,19 @@ def cluster():
             resources={"NPU": 3},
             include_dashboard=False,
             log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": f"{PYLIB}:{HERE}", "OMP_NUM_THREADS": "1"}},
+            runtime_env={"env_vars": {"PYTHONPATH": f"{PYLIB}:{PLANTED}", "OMP_NUM_THREADS": "1"}},
         )
         yield
         ray.shutdown()
 
 
-def flips_a_bit_on_the_second(size, rounds, device):
-    import ray
-    import torch
-
-    from atlasrl.precision import stress
-
-    done = stress.work(size, rounds, device, memory=1 << 20)
-    if "1" in ray.get_runtime_context().get_accelerator_ids().get("NPU", []):
-        done["digests"] = [stress.digest(torch.tensor([1.0]))] * rounds
-    return done
-
-
 def test_the_odd_device_is_found_and_blocks_arrive(cluster):
+    import planted_flip
+
     from atlasrl.precision import fleet
     from atlasrl.precision.stress import judge
 
-    reports = fleet.stress(size=64, rounds=2, task=flips_a_bit_on_the_second)
+    reports = fleet.stress(size=64, rounds=2, task=planted_flip.work)
     verdict = judge(reports, slow=1e9)
     assert len(reports) == 3 and not any(report.problem for report in reports), reports
     assert all(report.link is None and report.link_seconds > 0 for report in reports), reports

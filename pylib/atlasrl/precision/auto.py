@@ -6,6 +6,7 @@ is a cause when it alone makes two runs part; a consequence (other groups kept, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -17,11 +18,13 @@ from atlasrl.precision import configs, effective
 from atlasrl.rundir import RunDir, read_json_lines
 
 GAP = "training/rollout_actor_log_prob_gap"
+SAMPLING = "algorithm.filter_groups.enable"
 GAP_FACTOR = 10  # how many times the baseline's gap is more than another draw of answers
 GAP_FLOOR = 1e-4  # trainer/records.py: what rounding explains in float32
 SPOKEN = re.compile(r"^(?:warning|error): (.*)", re.MULTILINE)
 ALARMS = ("softmax scale", "was not updated with it", "differ by", "diverged", "replicas", "fix ")
 """Words of the warnings and errors of a run that are about accuracy."""
+MOST = 3  # tensors that are named where one fault changes many
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,10 @@ def walk(run: RunDir, baseline: RunDir) -> list[Axis]:
         Fault: one side is no run.
     """
     sides = tuple(effective.load(str(side.path)) for side in (run, baseline))
-    same_seed = sides[0].settings.get("data.seed") == sides[1].settings.get("data.seed")
     axes: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("alarms of the run itself", lambda: _alarms(run)),
+        ("alarms of the run itself", lambda: _alarms(run, baseline)),
         ("1 configuration", lambda: _configuration(run, baseline, *sides)),
-        ("2 data", lambda: _data(run, baseline, same_seed)),
+        ("2 data", lambda: _data(run, baseline, *sides)),
         ("3 hardware", lambda: _hardware(run)),
         ("4 stack", lambda: _stack(run, baseline)),
         ("5 weights and conversion", lambda: _weights(run, baseline)),
@@ -75,16 +77,20 @@ def _examined(name: str, examine: Callable[[], Iterator[Finding]]) -> Axis:
         return Axis(name, skipped=str(fault))
 
 
-def _alarms(run: RunDir) -> Iterator[Finding]:
-    """What the run's own checks said, once each."""
-    logs = [
-        file for attempt in run.attempts() for file in (*attempt.logs.glob("train-*.log"), attempt.path / "train.log")
-    ]
-    said = [line for file in logs if file.is_file() for line in SPOKEN.findall(file.read_text(errors="replace"))]
-    told = dict.fromkeys(re.sub(r"^step \d+: |^sync \d+: ", "", line) for line in said)
-    for line in told:
-        if any(word in line for word in ALARMS):
+def _alarms(run: RunDir, baseline: RunDir) -> Iterator[Finding]:
+    """What the run's own checks said, and those of the baseline did not."""
+    known = _told(baseline)
+    for line in _told(run):
+        if line not in known:
             yield Finding(line, "differ by" not in line, f"bin/logs {run.name}")
+
+
+def _told(run: RunDir) -> list[str]:
+    """Warnings and errors of a run that are about accuracy, once each and in order."""
+    logs = [file for attempt in run.attempts() for file in sorted(attempt.logs.glob("train-*.log"))]
+    said = [line for file in logs for line in SPOKEN.findall(file.read_text(errors="replace"))]
+    about = [line for line in said if any(word in line for word in ALARMS)]
+    return list(dict.fromkeys(re.sub(r"^step \d+: |^sync \d+: ", "", line) for line in about))
 
 
 def _configuration(run: RunDir, baseline: RunDir, left, right) -> Iterator[Finding]:
@@ -95,11 +101,14 @@ def _configuration(run: RunDir, baseline: RunDir, left, right) -> Iterator[Findi
             yield Finding(what, is_cause, f"bin/probe configs {run.path} {baseline.path}")
 
 
-def _data(run: RunDir, baseline: RunDir, same_seed: bool) -> Iterator[Finding]:
+def _data(run: RunDir, baseline: RunDir, left, right) -> Iterator[Finding]:
+    """Other prompts, order or tokens. What dynamic sampling kept follows from the answers and is no cause."""
     from atlasrl.precision import data
 
+    same_seed = left.settings.get("data.seed") == right.settings.get("data.seed")
+    consequences = ("selection", "duplicates", "shift" if left.settings.get(SAMPLING) else "")
     for each in data.compare(data.samples(run), data.samples(baseline), same_seed=same_seed):
-        is_cause = each.cause not in ("selection", "duplicates")
+        is_cause = each.cause not in consequences
         yield Finding(each.what, is_cause, f"bin/probe data {run.path} {baseline.path}")
 
 
@@ -110,7 +119,7 @@ def _hardware(run: RunDir) -> Iterator[Finding]:
     results = [file for folder in (run.path, *(a.path for a in run.attempts())) for file in folder.glob("stress.json")]
     watched = _weight_folders(run)
     for folder in watched:
-        for each in _few(weights.disagreements(weights.read(folder))):
+        for each in itertools.islice(weights.disagreements(weights.read(folder)), MOST):
             yield Finding(
                 f"{each}: replicas have diverged, a device or a link computes wrongly", True, "bin/probe stress"
             )
@@ -147,7 +156,7 @@ def _weights(run: RunDir, baseline: RunDir) -> Iterator[Finding]:
     for workers in ours:
         for worker, syncs in workers.items():
             new = (each for each in weights.suspicions(syncs) if str(each) not in known)
-            for each in _few(new):
+            for each in itertools.islice(new, MOST):
                 yield Finding(f"{worker}, {each}", True, f"bin/probe weights {run.path}")
     if ours and theirs:
         yield from _start_weights(ours[0], theirs[0])
@@ -207,13 +216,6 @@ def _largest(run: RunDir, name: str) -> float | None:
 def _weight_folders(run: RunDir) -> list[Path]:
     folders = [attempt.weights for attempt in run.attempts()]
     return [folder for folder in folders if any(folder.glob("worker-*.jsonl"))]
-
-
-def _few(found: Iterator, most: int = 3) -> Iterator:
-    for number, each in enumerate(found):
-        if number >= most:
-            return
-        yield each
 
 
 def text(run: RunDir, baseline: RunDir, axes: list[Axis]) -> str:

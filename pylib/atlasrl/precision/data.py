@@ -117,15 +117,6 @@ def compare_windows(ours: dict[int, dict], theirs: dict[int, dict], size: int = 
     return windows
 
 
-def first_other_answers(ours: dict[int, dict], theirs: dict[int, dict]) -> int | None:
-    """The first common step whose answers differ although its prompts are the same."""
-    for step in sorted(ours.keys() & theirs.keys()):
-        left, right = ours[step], theirs[step]
-        if left["prompt_ids"] == right["prompt_ids"] and left["responses"] != right["responses"]:
-            return step
-    return None
-
-
 def repeated(records: dict[int, dict]) -> str | None:
     """Whether rows of the data hold the same prompt again, as far as the steps show."""
     rows: dict[str, set[str]] = {}
