@@ -19,7 +19,8 @@ import traceback
 from atlasrl import plan as plans
 from atlasrl import processes
 from atlasrl.errors import Fault
-from atlasrl.peers import CLOSING, EXHAUSTED, POLL_SECONDS, STOPPED, Node, check_interrupted, note_signals
+from atlasrl.outcome import EXHAUSTED, STOPPED
+from atlasrl.peers import CLOSING, POLL_SECONDS, Node, check_interrupted, note_signals
 from atlasrl.rendezvous import ray_up
 from atlasrl.rundir import RunDir, write_atomically
 from atlasrl.stages import environment, run_stage

@@ -37,7 +37,7 @@ Kind = Literal[
 ]
 Action = Literal["done", "stop", "restart", "requeue", "leave"]
 
-EXHAUSTED, STOPPED, FAULT = 86, 85, 1  # exit codes of the trainer
+STOPPED, EXHAUSTED, FAULT = 85, 86, 1  # exit codes of the trainer, and of a node, beside 0
 DATA_WORDS = ("Generated too many",)  # verl's own ValueError when max_num_gen_batches is reached
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from atlasrl import processes
 from atlasrl.errors import Fault
+from atlasrl.outcome import STOPPED
 from atlasrl.plan import Plan
 from atlasrl.rundir import AttemptDir, RunDir, write_atomically
 
-STOPPED, EXHAUSTED = 85, 86  # exit codes of the trainer, and of a node, beside 0 and 1
 POLL_SECONDS = 0.1
 CLOSING = ("closing", "ended", "failed")
 HOST = os.uname().nodename

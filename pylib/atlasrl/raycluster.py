@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,7 +115,6 @@ class Watch:
             [sys.executable, "-m", "atlasrl.rayprobe", address], env=env, log=log, stdout=subprocess.PIPE, text=True
         )
         self.alive: dict[str, dict[str, float]] | None = None
-        self.dead: set[str] = set()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -126,8 +125,7 @@ class Watch:
     def look(self) -> None:
         """Take in what the probe has said since the last look."""
         while not self._lines.empty():
-            seen = json.loads(self._lines.get())
-            self.alive, self.dead = seen["alive"], set(seen["dead"])
+            self.alive = json.loads(self._lines.get())["alive"]
 
     @property
     def failed(self) -> bool:
@@ -177,12 +175,23 @@ def make_temp(temp: Path) -> None:
         Fault: the folder belongs to somebody else, or a process of an earlier attempt still uses it.
     """
     if temp.exists():
-        if temp.is_symlink() or temp.stat().st_uid != os.getuid():
+        if not _is_ours(temp):
             raise Fault(f"{temp} belongs to another user; set another `scratch` in the site file")
         for process in processes.leftovers(temp):
             raise Fault(f"pid {process.pid} of an earlier attempt still uses {temp}; end it, then try again")
         remove_temp(temp)
     temp.mkdir(parents=True, mode=0o700)
+
+
+def sweep(folders: Iterable[Path]) -> None:
+    """Remove what killed attempts of a run left on this node; a folder that is in use, or somebody else's, stays."""
+    for folder in folders:
+        if folder.is_dir() and _is_ours(folder) and not processes.leftovers(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    return not folder.is_symlink() and folder.stat().st_uid == os.getuid()
 
 
 def remove_temp(temp: Path) -> None:

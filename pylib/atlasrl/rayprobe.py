@@ -3,7 +3,7 @@
 A process of its own, since a Ray client hangs for a minute, also at interpreter exit, when its GCS is gone: the node
 that watches must stay responsive, so it reads this process's lines and kills it when it is done.
 
-Each line: {"alive": {name: {resource: amount}}, "dead": [name, ...]}; one at each change and at least every 5 s.
+Each line: {"alive": {name: {resource: amount}}}; one at each change and at least every 5 s.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ POLL_SECONDS = 0.5
 HEARTBEAT_SECONDS = 5.0
 
 
-def snapshot(nodes: list[dict]) -> dict:
-    """Ray's node table, reduced to names. A node that came back is alive, whatever its earlier entries say."""
-    alive = {n["NodeName"]: {k: v for k, v in n["Resources"].items() if ":" not in k} for n in nodes if n["Alive"]}
-    return {"alive": alive, "dead": sorted({n["NodeName"] for n in nodes if not n["Alive"]} - alive.keys())}
+def alive(nodes: list[dict]) -> dict[str, dict[str, float]]:
+    """Ray's node table, reduced to the names and resources of the nodes that are there."""
+    return {n["NodeName"]: {k: v for k, v in n["Resources"].items() if ":" not in k} for n in nodes if n["Alive"]}
 
 
 def main() -> None:
@@ -28,9 +27,9 @@ def main() -> None:
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", namespace="atlasrl-probe")
     last, spoken = None, 0.0
     while True:
-        now = snapshot(ray.nodes())
+        now = alive(ray.nodes())
         if now != last or time.monotonic() - spoken > HEARTBEAT_SECONDS:
-            print(json.dumps(now), flush=True)
+            print(json.dumps({"alive": now}), flush=True)
             last, spoken = now, time.monotonic()
         time.sleep(POLL_SECONDS)
 

@@ -15,22 +15,12 @@ from collections.abc import Callable, Iterator
 from atlasrl import plan as plans
 from atlasrl import raycluster
 from atlasrl.errors import Fault
-from atlasrl.launch import addresses, ports
+from atlasrl.launch import addresses, checkin, ports
 from atlasrl.logs import last_line
 from atlasrl.peers import CLOSING, POLL_SECONDS, Node, Stopped, check_interrupted
 from atlasrl.rundir import write_atomically
 
 DISMISS_SECONDS = 30
-
-
-def own_address(node: Node) -> str:
-    """The IPv4 address by which the other nodes reach this one."""
-    site = node.plan.site
-    if site.shares_host:
-        return plans.local_address(node.rank)
-    if site.nic:
-        return addresses.of_interface(site.nic, node.name)
-    return addresses.of_host(os.uname().nodename, node.name)
 
 
 @contextlib.contextmanager
@@ -48,8 +38,10 @@ def ray_up(node: Node, env: dict[str, str]) -> Iterator[tuple[dict[str, str], Ca
         slot, slots = plans.port_slot(plan, node.rank)
         agreed = ports.agreed(os.environ.get("ATLASRL_PORTS"))
         chosen = stack.enter_context(ports.take(plans.port_seed(plan, attempt.number), slot, slots, agreed))
-        here = plans.ray_node(plan, attempt.number, node.rank, own_address(node), chosen)
+        address = checkin.own_address(plan, node.name, node.rank)
+        here = plans.ray_node(plan, attempt.number, node.rank, address, chosen)
         env = env | chosen.environment() | addresses.environment(here.address, plan.site.nic)
+        raycluster.sweep(plan.ray_temp(number, 0).parent for number in range(1, attempt.number))
         raycluster.make_temp(here.temp)
         stack.callback(raycluster.remove_temp, here.temp)
         if node.rank == 0:

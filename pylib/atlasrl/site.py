@@ -108,7 +108,7 @@ class Life(Section):
     fruitless_attempts: PositiveInt = Field(3, description="attempts without a new checkpoint before the run stops")
     restart_in_place: bool = Field(True, description="start again in the same allocation when all nodes are healthy")
     save_minutes: PositiveFloat | None = Field(
-        None, description="lead time before a planned end; absent: twice the longest save seen, at least 5"
+        None, description="lead time before a planned end; absent: 1.5 times the longest step and save, at least 5"
     )
 
 
@@ -117,7 +117,7 @@ class Site(Section):
 
     description: str = ""
     kind: Literal["local", "slurm", "ssh"] = "local"
-    nic: Word | None = Field(None, description="network interface of Ray, HCCL, GLOO and vLLM; absent: by the route")
+    nic: Word | None = Field(None, description="network interface of Ray, HCCL, GLOO, vLLM; absent: by the host name")
     one_host: bool = Field(
         False, description="slurm: all nodes are daemons on this machine; each gets a loopback address"
     )

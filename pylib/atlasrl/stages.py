@@ -12,7 +12,8 @@ from atlasrl import plan as plans
 from atlasrl import processes
 from atlasrl.errors import Fault
 from atlasrl.logs import last_line
-from atlasrl.peers import EXHAUSTED, POLL_SECONDS, STOPPED, Node, Stopped
+from atlasrl.outcome import EXHAUSTED, STOPPED
+from atlasrl.peers import POLL_SECONDS, Node, Stopped
 
 PATIENCE_SECONDS = 10  # between SIGTERM and SIGKILL: a checkpoint in flight is given up, not awaited
 DROPPED = ("RAY_ADDRESS", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")

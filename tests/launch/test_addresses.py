@@ -2,6 +2,7 @@
 
 import socket
 
+import psutil
 import pytest
 
 from atlasrl.errors import Fault
@@ -40,15 +41,11 @@ def test_the_loopback_interface_is_refused():
         addresses.of_interface("lo", "node07")
 
 
-def test_a_real_interface_gives_the_address_the_route_uses():
-    try:
-        routed = addresses.by_route("192.0.2.1")
-    except OSError:
-        pytest.skip("this machine has no default route")
-    nic = addresses.interface_of(routed)
-    if nic is None:
-        pytest.skip("the routed address is not the first of its interface")
-    assert addresses.of_interface(nic, "here") == routed
+def test_a_real_interface_gives_its_ipv4():
+    for nic, found in psutil.net_if_addrs().items():
+        ipv4 = [each.address for each in found if each.family == socket.AF_INET]
+        if ipv4 and nic != "lo":
+            assert addresses.of_interface(nic, "here") in ipv4
 
 
 def test_an_unknown_host_is_a_fault_not_a_traceback():

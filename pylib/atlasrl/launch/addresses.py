@@ -51,13 +51,6 @@ def of_host(host: str, node: str, resolve: Callable[[str], list[str]] | None = N
     return pick(found, node, f"host name {host}")
 
 
-def by_route(target: str) -> str:
-    """The IPv4 address from which this host would send to `target`. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        return probe.getsockname()[0]
-
-
 def pick(candidates: list[str], node: str, origin: str) -> str:
     """The first IPv4 address that is not loopback out of a mixed list such as ["fe80::1", "127.0.1.1", "10.0.0.3"].
 
@@ -112,11 +105,6 @@ def environment(address: str, nic: str | None) -> dict[str, str]:
     if nic:
         variables |= dict.fromkeys(INTERFACES, nic)
     return variables
-
-
-def interface_of(address: str) -> str | None:
-    """The interface that carries an IPv4 address of this host."""
-    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == address), None)
 
 
 def _ipv4(interface: str) -> str | None:

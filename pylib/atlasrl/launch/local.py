@@ -61,8 +61,7 @@ def start_controller(plan: Plan, attempt: AttemptDir) -> None:
     """In the helper process: hand the tasks to submitit and leave its controller behind."""
     executor = submitit.LocalExecutor(folder=attempt.path / "submitit")
     executor.update_parameters(tasks_per_node=plan.nodes, timeout_min=MINUTES, signal_delay_s=60)
-    task = NodeTask(plan.run, attempt.number, str(attempt.logs / "node{rank}.log"))
-    job = executor.submit(task)
+    job = executor.submit(NodeTask(plan.run, attempt.number, str(plan.ray_temp(attempt.number, 0).parent)))
     write_atomically(attempt.path / "controller", json.dumps(processes.identity(int(job.job_id))) + "\n")
 
 

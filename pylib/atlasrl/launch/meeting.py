@@ -46,13 +46,11 @@ class Meeting:
         """The last word of a rank."""
         return read(self.folder / f"task{rank}.json") or {"state": "silent", "attempt": None}
 
-    def silent(self, states: tuple[str, ...], attempt: int) -> list[str]:
-        """Names of the nodes, other than rank 0's, that have not said one of these states of an attempt."""
+    def silent(self, state: str, attempt: int) -> list[str]:
+        """Names of the nodes, other than rank 0's, whose last word is not this state of an attempt."""
         heard = {rank: self.heard_of(rank) for rank in range(1, len(self.names))}
         return [
-            self.names[rank]
-            for rank, words in heard.items()
-            if words["attempt"] != attempt or words["state"] not in states
+            self.names[rank] for rank, words in heard.items() if (words["state"], words["attempt"]) != (state, attempt)
         ]
 
     def give_sign(self) -> None:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from atlasrl import checkpoints, outcome, processes
+from atlasrl import checkpoints, outcome, processes, raycluster
 from atlasrl import plan as plans
 from atlasrl.errors import Fault
 from atlasrl.launch import allocation, checkin, hostlist, submission
@@ -130,14 +130,14 @@ class Supervisor:
             first_port = self.check_in(attempt)
         except Fault as fault:
             code, message = fault.exit_code, str(fault)
-            lost = self.meeting.silent(("answered",), number)
+            lost = self.meeting.silent("answered", number)
             stage_exit = None if lost or self.signals else outcome.FAULT
         else:
             self.meeting.order(do="run", attempt=number, ports=first_port)
             code, message = self.run_node(attempt, first_port)
             full = self.make_room()
-            self.await_all(("ended",), number, REPORT_SECONDS)
-            lost = self.meeting.silent(("ended",), number)
+            self.await_all("ended", number, REPORT_SECONDS)
+            lost = self.meeting.silent("ended", number)
             stage_exit = outcome.FAULT if full else self.failed_stage(number)
             message = f"No space left on the disk of {self.run.path}: {message}" if full else message
         facts = Facts(
@@ -168,8 +168,8 @@ class Supervisor:
         deadline = limits.deadline + limits.deadline_per_node * (nodes - 1)
         meeting.order(do="answer", attempt=number)
         meeting.report("answered", number, answer=checkin.answer(self.plan, meeting.name, self.here.rank))
-        self.await_all(("answered",), number, deadline)
-        if silent := meeting.silent(("answered",), number):
+        self.await_all("answered", number, deadline)
+        if silent := meeting.silent("answered", number):
             raise Fault(
                 f"{nodes - len(silent)}/{nodes} nodes answered within {deadline:.0f} s; missing: {', '.join(silent)}; "
                 f"look at {self.run.path / self.plan.site.kind} and at their slurmd"
@@ -187,10 +187,10 @@ class Supervisor:
         )
         return chosen.first
 
-    def await_all(self, states: tuple[str, ...], attempt: int, deadline: float) -> None:
+    def await_all(self, state: str, attempt: int, deadline: float) -> None:
         """Wait until no node is silent, the deadline has passed, or the scheduler ends the job."""
         limit = time.monotonic() + deadline
-        while self.meeting.silent(states, attempt) and time.monotonic() < limit and not self.is_told_to_end:
+        while self.meeting.silent(state, attempt) and time.monotonic() < limit and not self.is_told_to_end:
             self.meeting.give_sign()
             time.sleep(POLL_SECONDS)
 
@@ -301,6 +301,7 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.node.wait(POLL_SECONDS)
         processes.end_descendants(patience=2)
+        raycluster.remove_temp(self.plan.ray_temp(attempt.number, rank))  # a node that was killed could not
         said = read(attempt.node(rank)) or {}
         code = self.node.returncode
         if said.get("state") in ("ended", "failed"):
