@@ -4,7 +4,7 @@
 #
 #   env/setup.sh cpu                              everything runs on this machine, no accelerator
 #   env/setup.sh npu                              the job side on an Ascend node (CANN stack comes with the image)
-#   env/setup.sh npu --stack a2-0.7.1             the job side and a whole stack of env/stacks, in its order
+#   env/setup.sh npu --stack a2-0.7.0             the job side and a whole stack of env/stacks, in its order
 #   env/setup.sh cpu --wheels /path/to/wheels     install from a folder of wheels only (air-gapped site)
 #   env/setup.sh cpu --extra-index URL            also look there, for example for CPU builds of torch
 #

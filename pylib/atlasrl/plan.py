@@ -23,7 +23,7 @@ from atlasrl.memory import verdict
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import RunDir
 from atlasrl.site import Site
-from atlasrl.trainer import layout
+from atlasrl.trainer import fixes, layout
 from atlasrl.trainer.dialects import translated
 from atlasrl.trainer.override import Override
 from atlasrl.trainer.overrides import verl_overrides
@@ -238,6 +238,10 @@ def show(plan: Plan) -> str:
     lines += [f"  {name}={shlex.quote(str(v.value))}  # {v.reason}" for name, v in plan.environment.items()]
     lines += ["", "verl overrides"]
     lines += [f"  {o}  # {o.reason}" for o in plan.overrides]
+    if stack := stacks.of_recipe(plan.recipe):
+        environment = {name: str(value.value) for name, value in plan.environment.items()}
+        lines += ["", "fixes of upstream code, each applied when its module is imported"]
+        lines += [f"  {line}" for line in fixes.lines(plan.recipe, stack, environment)]
     lines += ["", "commands, node by node (ports are probed and may move when they are taken)"]
     lines += [f"  node{rank}: {shlex.join(command)}" for rank, command in enumerate(commands(plan))]
     return "\n".join(lines)

@@ -175,7 +175,7 @@ class Recipe(Section):
     description: str = ""
     device: Literal["npu", "cuda", "cpu"] = "npu"
     backend: Literal["megatron", "fsdp2"] = "megatron"
-    stack: Text | None = Field(None, description="versions, a name in env/stacks; absent: a2-0.7.1 (npu), cpu (cpu)")
+    stack: Text | None = Field(None, description="versions, a name in env/stacks; absent: a2-0.7.0 (npu), cpu (cpu)")
     nodes: PositiveInt = 1
     devices_per_node: PositiveInt = 8
     steps: PositiveInt = 100

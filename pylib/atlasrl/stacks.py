@@ -15,7 +15,7 @@ from atlasrl import schema
 from atlasrl.schema import Section, Text
 
 STACKS = Path(__file__).resolve().parents[2] / "env" / "stacks"
-DEFAULT = {"npu": "a2-0.7.1", "cpu": "cpu"}
+DEFAULT = {"npu": "a2-0.7.0", "cpu": "cpu"}
 """The stack of a recipe that names none, by device. CUDA has none: its versions are the site's."""
 
 

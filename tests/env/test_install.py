@@ -154,7 +154,7 @@ def test_a_clone_that_was_cut_short_is_made_again(site):
     assert any("clone" in line for line in site.install())
 
 
-@pytest.mark.parametrize("name", ["a2-article", "a2-0.7.1"])
+@pytest.mark.parametrize("name", ["a2-article", "a2-0.7.0", "a2-0.7.1"])
 def test_each_stack_of_ascend_can_be_installed(name, tmp_path):
     for wheels in (None, tmp_path):
         made = list(install.works(stacks.load(name), tmp_path, "python", wheels))

@@ -1,4 +1,4 @@
-"""`bin/train … --dry-run` of the 671B recipe prints the whole plan, exactly, for both A2 stacks, as fast as a command.
+"""`bin/train … --dry-run` of the 671B recipe prints the whole plan, exactly, for every A2 stack, as fast as a command.
 
 After a wanted change: `ATLASRL_WRITE_GOLDEN=1 pytest tests/job/test_dry_run.py`, then read the difference.
 """
@@ -20,7 +20,7 @@ from atlasrl import site as sites
 from atlasrl.rundir import RunDir
 
 GOLDEN = Path(__file__).parent / "golden"
-STACKS = ("a2-article", "a2-0.7.1")
+STACKS = ("a2-article", "a2-0.7.0", "a2-0.7.1")
 LARGE = "deepseek-v3-671b-dapo"
 
 
@@ -55,6 +55,7 @@ def test_nothing_is_left_out(preview, stack):
         "node31: ",
         "--port=",
         "device memory fits",
+        "  mla-rotary-key: with tensor parallelism",
         "\nlint\n",
     ):
         assert part in text, part
@@ -68,6 +69,16 @@ def test_the_settings_are_those_of_the_stack_s_own_verl(preview, stack):
     assert len(keys) > 80
     unknown = [name for plus, name in keys if not plus and name not in known]
     assert unknown == []
+
+
+def test_the_default_stack_is_one_that_trains(preview):
+    found = preview(stacks.DEFAULT["npu"]).partition("\nlint\n")[2].partition("batch script")[0]
+    assert "error" not in found and "warning fresh-host-optimizer" in found
+
+
+def test_a_fix_that_is_not_for_the_stack_says_so(preview):
+    assert "weights-after-sync: vllm-ascend makes W_UV" in preview("a2-0.7.0")
+    assert "weights-after-sync: not for verl 0.7.1, it mends >=0.7.0,<0.7.1" in preview("a2-0.7.1")
 
 
 def test_it_takes_the_time_of_a_command():

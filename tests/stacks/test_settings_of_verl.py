@@ -80,7 +80,7 @@ def _tuple(kind):
 
 
 @pytest.mark.parametrize("case", ON_NPU)
-@pytest.mark.parametrize("name", ["a2-article", "a2-0.7.1"])
+@pytest.mark.parametrize("name", ["a2-article", "a2-0.7.0", "a2-0.7.1"])
 def test_no_setting_is_unknown_to_the_stack(case, name):
     stack = stacks.load(name)
     loaded, made = emitted(case, stack)
@@ -120,6 +120,18 @@ def test_the_sync_line_learns_of_experts_by_the_engine_and_not_by_fields():
     said = {each.key.lstrip("+"): each.value for each in made}
     assert said["actor_rollout_ref.rollout.engine_kwargs.vllm.enable_expert_parallel"] is True
     assert "actor_rollout_ref.rollout.data_parallel_size" not in said
+
+
+@pytest.mark.parametrize("name", ["a2-article", "a2-0.7.0", "a2-0.7.1"])
+def test_the_engine_hears_the_longest_sequence_by_the_one_key_that_its_verl_passes_on(name):
+    """0.7.0 overwrites rollout.max_model_len; SPMD passes the engine's arguments beside its own (TypeError for two)."""
+    stack = stacks.load(name)
+    loaded, made = emitted("671b", stack)
+    rollout = "actor_rollout_ref.rollout"
+    by_engine = stack.version("verl") == "0.7.0"
+    wanted = f"{rollout}.engine_kwargs.vllm.max_model_len" if by_engine else f"{rollout}.max_model_len"
+    longest = loaded.data.max_prompt_tokens + loaded.data.max_response_tokens
+    assert [(o.key.lstrip("+"), o.value) for o in made if "max_model_len" in o.key] == [(wanted, longest)]
 
 
 def test_what_the_recipe_says_under_verl_is_not_translated():
@@ -168,7 +180,7 @@ def checked(case, stack, path=None):
 @pytest.mark.verl
 @pytest.mark.parametrize("case", ["671b", FSDP2])
 def test_settings_compose_and_become_dataclasses_on_verl_070(case):
-    assert checked(case, stacks.load("cpu")).startswith("0.7.0")
+    assert checked(case, stacks.load("a2-0.7.0")).startswith("0.7.0")
 
 
 @pytest.mark.verl

@@ -80,11 +80,11 @@ def check_fixes(host: Host, expected: Expected) -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
+    from atlasrl.trainer import fixes
     from atlasrl.trainer.patches import ABSENT, WITHOUT
 
-    off = {name.strip() for name in (host.environment.get(WITHOUT) or "").split(",")}
-    mended = set()
-    for fix in _fixes():
+    off, mended = fixes.switched_off(host.environment), set()
+    for fix in fixes.declared().values():
         package, expects, target = fix["package"], fix["expects"], fix["targets"][0]
         version, text = host.packages.get(package), _target_text(host, target)
         if version is None or text is None or expects == ABSENT:
@@ -103,12 +103,6 @@ def check_fixes(host: Host, expected: Expected) -> Iterator[Finding]:
             yield warn(name, f"not applied: {what}", f"see {fix['upstream']}")
     if mended:
         yield ok("fixes", f"{len(mended)} known faults are mended at start: {', '.join(sorted(mended))}")
-
-
-def _fixes() -> list[dict]:
-    from atlasrl.trainer import megatron_patches, patches, verl_patches  # noqa: F401 (importing declares them)
-
-    return patches.listing()
 
 
 def _target_text(host: Host, target: str) -> str | None:

@@ -23,7 +23,6 @@ TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config"
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
-WITHOUT_FIX = "ATLASRL_WITHOUT_FIX"
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,10 @@ class Case:
 
     def mended(self, fix: str) -> bool:
         """Whether this project's fix of that id is declared, is for the stack's version, and is not switched off."""
-        switched_off = {name.strip() for name in self.environment.get(WITHOUT_FIX, "").split(",")}
-        known = _fixes().get(fix)
-        if known is None or fix in switched_off:
+        from atlasrl.trainer import fixes
+
+        known = fixes.declared().get(fix)
+        if known is None or fix in fixes.switched_off(self.environment):
             return False
         return self.stack is None or self.stack.within(known["package"], known["versions"])
 
@@ -125,13 +125,6 @@ class Case:
         except (OSError, ValueError):  # the cast stage makes or judges the copy
             return {}
         return tree if isinstance(tree, dict) else {}
-
-
-@functools.cache
-def _fixes() -> dict[str, dict]:
-    from atlasrl.trainer import megatron_patches, patches, verl_patches  # noqa: F401 (declares the fixes)
-
-    return {fix["id"]: fix for fix in patches.listing()}
 
 
 def gather(

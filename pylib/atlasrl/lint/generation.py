@@ -16,10 +16,11 @@ CONFIG = "vllm-ascend v0.10.0rc1 vllm_ascend/ascend_config.py"
     reason="vllm-ascend copies W_UV and W_UK_T once, after loading: with load_format dummy they stay random and the "
     "answers are gibberish, otherwise they stay those of step 0",
     source="verl PR #4130; vllm-ascend v0.10.0rc1 attention/mla_v1.py process_weights_after_loading",
-    remedy="use a stack that processes weights after each sync (a2-0.7.1, a2-article)",
+    remedy="leave the fix weights-after-sync on",
 )
 def stale_latent_weights(case: Case):
-    if case.vllm_on_npu and case.latent and not case.can("weights_processed_after_sync"):
+    fresh = case.can("weights_processed_after_sync") or case.mended("weights-after-sync")
+    if case.vllm_on_npu and case.latent and not fresh:
         yield f"latent attention, load_format {case.setting(f'{ROLLOUT}.load_format', 'dummy')}"
 
 
@@ -42,7 +43,7 @@ def rotary_without_yarn(case: Case):
     "error",
     reason="verl raises: SPMD rollout was removed",
     source="verl PR #4411 (fd893c788); before it, PR #4106 made async the default",
-    remedy=f"leave {ROLLOUT}.mode out, or name stack: a2-article",
+    remedy=f"leave {ROLLOUT}.mode out",
 )
 def sync_rollout(case: Case):
     if (mode := case.setting(f"{ROLLOUT}.mode", case.can("rollout", "async"))) != case.can("rollout", mode):
@@ -55,7 +56,8 @@ def sync_rollout(case: Case):
     reason="the engines of a sync rollout learn of each other by VLLM_DP_* variables alone, and the fields for it do "
     "not exist or are asserted against data_parallel_size",
     source="verl e2d45b00e verl/workers/config/rollout.py; recipe/r1_ascend (VLLM_DP_SIZE)",
-    remedy="set environment.VLLM_DP_SIZE to rollout.expert / rollout.tensor and VLLM_DP_MASTER_IP by rank",
+    remedy="name a stack whose rollout takes expert_parallel_size; for a driver of your own, atlasrl.rollout_groups "
+    "has the variables of each rank, and environment.VLLM_DP_SIZE says that it sets them",
 )
 def expert_groups(case: Case):
     rollout = case.recipe.rollout
@@ -217,12 +219,12 @@ def slow_latent_prefill(case: Case):
     "error",
     reason="verl passes lists to the server's command line as Python text, which vLLM cannot parse",
     source="verl v0.7.0 vllm_async_server.py (server_args); mended by build_cli_args_from_config in 0.7.1",
-    remedy="use a stack with verl 0.7.1",
+    remedy="take it out; lists inside of a mapping, such as compilation_config, arrive as they are",
 )
 def list_argument(case: Case):
     if case.recipe.rollout.engine == "vllm" and not case.can("list_arguments"):
         for key, value in case.settings.items():
-            if key.startswith(f"{VLLM}.") and isinstance(value, list):
+            if key.rpartition(".")[0] == VLLM and isinstance(value, list):
                 yield f"{key} is a list"
 
 
@@ -231,7 +233,7 @@ def list_argument(case: Case):
     "warning",
     reason="verl overwrites it with the model's longest context: KV memory for 163,840 tokens a sequence",
     source="verl v0.7.0 vllm_async_server.py; mended in 0.7.1",
-    remedy="use a stack with verl 0.7.1",
+    remedy="take it out; the plan tells the engine data.max_prompt_tokens + data.max_response_tokens",
 )
 def dead_length(case: Case):
     if (length := case.setting(f"{ROLLOUT}.max_model_len")) and not case.can("keeps_max_model_len"):
@@ -243,7 +245,7 @@ def dead_length(case: Case):
     "error",
     reason="the key parses and nobody reads it: the run generates as if it were not there",
     source="verl v0.7.0 verl/utils/rollout_skip.py is not on the way of async rollout",
-    remedy="take it out, or name stack: a2-article",
+    remedy="take it out; rollout.replay trains on recorded answers",
 )
 def dead_skip(case: Case):
     if case.setting(f"{ROLLOUT}.skip_rollout") and not case.can("skip_rollout"):

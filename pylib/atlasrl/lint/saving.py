@@ -16,7 +16,7 @@ NEEDED = ("model", "optimizer", "extra", "hf_model")
     reason="every resume imports transformer_engine, which no NPU has; with a host optimizer the mended load is needed "
     "against KeyError master_param",
     source="verl issue #3517, PR #3850, PR #4938 (c0975d822)",
-    remedy="use a stack with verl 0.7.1, or leave the fix load-without-transformer-engine on",
+    remedy="leave the fix load-without-transformer-engine on, with a verl that it is for",
 )
 def resume_import(case: Case):
     if not case.megatron or case.recipe.device == "cuda" or case.can("resume_without_transformer_engine"):
@@ -36,7 +36,8 @@ def resume_import(case: Case):
 def save_arguments(case: Case):
     if not case.megatron or case.can("mbridge_save_arguments", "any") != "distributed":
         return
-    if case.within("mbridge", "<=0.15.1") and not case.mended("mbridge-arguments"):
+    released = case.stack.packages["mbridge"].git is None
+    if released and case.within("mbridge", "<=0.15.1") and not case.mended("mbridge-arguments"):
         yield f"verl {case.stack.version('verl')} with mbridge {case.stack.version('mbridge')} of PyPI"
 
 
@@ -45,7 +46,7 @@ def save_arguments(case: Case):
     "error",
     reason="mbridge reads to 'cuda' (edited: to the first NPU): it fails, or all ranks of a node fill its first device",
     source="mbridge 0.13.1 dequant_fp8_safetensor_io.py lines 34, 51; mbridge PR #52, commit 9b35aef",
-    remedy="use mbridge 9b35aef or later (stack a2-0.7.1)",
+    remedy="use mbridge 9b35aef or later (stack a2-0.7.0)",
 )
 def weights_on_one_device(case: Case):
     if case.on_npu and case.megatron and not case.can("mbridge_selects_device") and not case.mended("mbridge-device"):

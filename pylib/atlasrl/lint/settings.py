@@ -6,6 +6,8 @@ import difflib
 
 from atlasrl.lint.case import ACTOR, Case
 from atlasrl.lint.rule import rule
+from atlasrl.stacks import DEFAULT
+from atlasrl.trainer.dialects import DRIVEN
 
 FREE = ("override_transformer_config", "override_optimizer_config", "override_ddp_config", "override_config",
         "engine_kwargs", "reward_kwargs", "sampling_kwargs", "mbridge_config", "tool_config", "custom_cls")  # fmt: skip
@@ -26,6 +28,18 @@ OURS = {
     "trainer.default_hdfs_dir": "nothing: verl cannot load from there",
     "actor_rollout_ref.model.path": "model.path",
 }
+
+
+@rule(
+    "trainer-verl",
+    "error",
+    reason="the trainer gives its scores to verl as functions and syncs engines inside of the workers, as 0.7.0 has it",
+    source="docs/upstream.md, What other versions of verl changed",
+    remedy=f"name stack: {DEFAULT['npu']}, or leave `stack` out",
+)
+def trainer_verl(case: Case):
+    if case.stack is not None and not case.within("verl", DRIVEN):
+        yield f"the trainer drives verl {DRIVEN}, the stack has {case.stack.version('verl')}"
 
 
 @rule(

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from atlasrl.stacks import Stack
 
 ROLLOUT = "actor_rollout_ref.rollout"
-CHUNKED_PREFILL = f"{ROLLOUT}.engine_kwargs.vllm.additional_config.chunked_prefill_for_mla"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+CHUNKED_PREFILL = f"{ENGINE}.additional_config.chunked_prefill_for_mla"
+
+DRIVEN = "==0.7.0"
+"""The verl that our trainer drives. For the others a plan can be made and judged, and lint stops the run."""
 
 MOVED: dict[str, dict[str, str | None]] = {
     "verl-0.7.1": {
@@ -28,12 +32,14 @@ MOVED: dict[str, dict[str, str | None]] = {
         "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.reward_kwargs.overlong_buffer_cfg",
         "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
         "custom_reward_function.path": "reward.custom_reward_function.path",
+        f"{ENGINE}.max_model_len": f"{ROLLOUT}.max_model_len",
     },
     "verl-e2d45b00e": {
         "reward_model.use_reward_loop": None,  # the trainer's manager is the default here
         "reward_manager.name": None,  # reward_model.reward_manager says it
         f"{ROLLOUT}.expert_parallel_size": None,  # asserted against data_parallel_size, which sync rollout keeps at 1
         f"{ROLLOUT}.data_parallel_size": None,  # verl would hand the same prompts to all data ranks
+        f"{ENGINE}.max_model_len": f"{ROLLOUT}.max_model_len",  # verl passes both: TypeError
     },
 }
 """Key of verl 0.7.0 -> key of this version, or None where it has no meaning."""
@@ -62,6 +68,6 @@ def translated(overrides: list[Override], recipe: Recipe, stack: Stack | None) -
         elif (new := moved[name]) is not None:
             said.append(replace(override, key=override.key.replace(name, new)))
     if stack and stack.capabilities.expert_parallel == "environment" and recipe.rollout.expert > 1:
-        key = f"++{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel"
+        key = f"++{ENGINE}.enable_expert_parallel"
         said.append(Override(key, True, "recipe: rollout.expert; data ranks come from VLLM_DP_*"))
     return said

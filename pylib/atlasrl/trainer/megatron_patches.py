@@ -147,9 +147,12 @@ _ARGUMENTS = (
     package="mbridge",
     versions=">=0.13,<0.16",
     target="mbridge.core.auto_bridge:AutoBridge.from_config",
-    expects="_MODEL_REGISTRY[model_type](hf_config)",
+    expects="_MODEL_REGISTRY[model_type](hf_config",
 )
 def from_config_with_dtype(original):
+    if "kwargs" in inspect.signature(original.__func__).parameters:
+        return original
+
     def from_config(cls, hf_config, dtype=None):
         from mbridge.core.bridge import _MODEL_REGISTRY
 
@@ -187,7 +190,7 @@ def save_weights_from_rank_0(original):
     package="mbridge",
     versions=">=0.13",
     target="mbridge.models.ext.deepseek_v3.dequant_fp8_safetensor_io:DequantFP8SafeTensorIO.load_some_hf_weight",
-    expects="safe_open(safetensor_file",
+    expects="safe_open(",
 )
 def read_to_own_device(original):
     if 'device="cuda"' not in inspect.getsource(original):

@@ -24,6 +24,7 @@ HCCL_CLOCK = "as HCCL_EXEC_TIMEOUT: the shorter of both clocks would end the job
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+MODEL_LENGTH = f"++{ROLLOUT}.engine_kwargs.vllm.max_model_len"
 
 
 def verl_overrides(
@@ -220,8 +221,10 @@ def _rollout(recipe: Recipe, world: int) -> list[Override]:
                 "verl's agent loop costs about 20 ms of CPU per answer",
             ),
         ]
-    elif recipe.device == "npu":
-        settings += _npu_engine(rollout)
+    else:
+        longest = recipe.data.max_prompt_tokens + recipe.data.max_response_tokens
+        settings.append(Override(MODEL_LENGTH, longest, "longest prompt + answer, not the model's own limit"))
+        settings += _npu_engine(rollout) if recipe.device == "npu" else []
     return settings
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from atlasrl.trainer import patches, verl_patches  # noqa: F401  (declares the fixes)
+from atlasrl.trainer import patches, verl_patches
 
-patches.apply("tensorboard-purge", "tensorboard-flush", "file-logger", "no-rollout", "fsdp2-idle-experts")
+patches.apply(*verl_patches.PATCHES)

@@ -12,6 +12,7 @@ from atlasrl.errors import Fault
 from atlasrl.precision import duplicates, effective
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import AttemptDir
+from atlasrl.stacks import DEFAULT
 from atlasrl.trainer import patches
 from atlasrl.trainer.override import Override
 from atlasrl.trainer.overrides import CONFIG_NAME
@@ -120,7 +121,7 @@ def require_known_trainer(theirs: type) -> None:
     if missing:
         raise Fault(
             f"verl {version('verl')}: RayPPOTrainer takes no {' and no '.join(sorted(missing))}; this trainer is "
-            "written for verl 0.7.0: train with a stack that has it"
+            f"written for verl 0.7.0: train with the stack {DEFAULT['npu']}"
         )
 
 
