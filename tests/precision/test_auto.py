@@ -13,15 +13,13 @@ from atlasrl.rundir import RunDir
 from atlasrl.trainer import records
 
 
-def recorded(
-    folder: Path, *changes: str, order: int = 1, template: str = "t", edit=None, log: str = "", gap=1e-6
-) -> RunDir:
+def recorded(folder: Path, *changes: str, order=1, dropped=0, template="t", edit=None, log="", gap=1e-6) -> RunDir:
     """A run of two steps that recorded its samples, two syncs of two workers, and its metrics."""
     run_of(folder, *changes)
     run = RunDir(folder)
     attempt = run.attempt(1)
     attempt.logs.mkdir(parents=True)
-    prompts = [f"{n}:{n:012x}" for n in range(16)][::order]
+    prompts = [f"{n}:{n:012x}" for n in range(dropped, dropped + 16)][::order]
     for step in (1, 2):
         ids = prompts[8 * (step - 1) : 8 * step]
         line = {
@@ -91,8 +89,17 @@ def test_a_clean_seed_is_not_accused(tmp_path):
         assert auto.cause(axes) is None, auto.text(run, base, axes)
 
 
-def test_what_both_runs_show_alike_is_no_cause(tmp_path):
-    assert auto.cause(auto.walk(recorded(tmp_path / "a", edit=skip), recorded(tmp_path / "b", edit=skip))) is None
+@pytest.mark.parametrize("both", [{"edit": skip}, {"log": "warning: fix a is switched off\n"}])
+def test_what_both_runs_show_alike_is_no_cause(tmp_path, both):
+    assert auto.cause(auto.walk(recorded(tmp_path / "a", **both), recorded(tmp_path / "b", **both))) is None
+
+
+@pytest.mark.parametrize("sampling", [True, False])
+def test_prompts_that_one_run_lacks_are_a_cause_only_where_nothing_drops_groups(tmp_path, sampling):
+    setting = f"dapo.dynamic_sampling={str(sampling).lower()}"
+    sides = [recorded(tmp_path / str(dropped), setting, dropped=dropped) for dropped in (2, 0)]
+    axes = auto.walk(*sides)
+    assert (auto.cause(axes) is None) is sampling and "2 prompts ahead of" in auto.text(*sides, axes)
 
 
 def test_a_gap_between_the_engines_is_a_symptom_not_a_cause(tmp_path):
