@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ("docs/accuracy.md", "docs/accuracy.zh-CN.md")
-COMMAND = re.compile(r"bin/(?:probe|ablate|train|compare|status|ckpt)\b[^`\n>]*")
+COMMAND = re.compile(r"bin/(?:probe|ablate|train|compare|status|selftest|ckpt)\b[^`\n>]*")
 
 
 def commands(guide: str) -> list[str]:
