@@ -32,7 +32,8 @@ class AnyModule(ModuleType):
 class Vllm:
     # Every module of vLLM and of what it brings, with a class of any name in it.
     def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in {"vllm", "msgspec", "zmq", "uvicorn", "fastapi"} else None
+        if name.split(".")[0] in {"vllm", "msgspec", "zmq", "uvicorn", "fastapi"}:
+            return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec):
         return AnyModule(spec.name)

@@ -215,9 +215,9 @@ def _own_device() -> str:
 @patch(
     id="load-without-transformer-engine",
     reason="every resume imports transformer_engine, only to allow-list its optimizer: no resume on an NPU or a CPU",
-    upstream="verl PR #4938 (c0975d822), after 0.7.0",
+    upstream="verl PR #4938 (c0975d822), in 0.7.1",
     package="verl",
-    versions=">=0.7.0,<0.8",
+    versions=">=0.7.0,<0.7.1",
     target="verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager.load_checkpoint",
     expects="        import transformer_engine\n",
 )
