@@ -42,13 +42,13 @@ def main(workers, proven, rows, as_json, model, batch, record, **options):
 
     Exit code 0: all equal; 1: something is wrong; 2: the request cannot be served.
     """
-    from atlasrl.trainer import selftest
-    from atlasrl.trainer.selftest_cases import trials_of
-    from atlasrl.trainer.selftest_compare import table
+    from atlasrl.selftest import workbench
+    from atlasrl.selftest.cases import trials_of
+    from atlasrl.selftest.compare import table
 
     trials = trials_of(workers=workers, proven=proven, **options)
     verdicts = []
-    for verdict in selftest.run(trials, model=model, batch=batch, record=record):
+    for verdict in workbench.run(trials, model=model, batch=batch, record=record):
         verdicts.append(verdict)
         if not as_json:
             _show(verdict, table(verdict, rows))
