@@ -28,7 +28,7 @@ from atlasrl import recipe as recipes
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import write_atomically
-from atlasrl.trainer import selftest_model
+from atlasrl.selftest import model as selftest_model
 
 LAYERS_PER_STAGE = 2
 UNEVEN = 3
@@ -217,7 +217,7 @@ def _write_prompts(file: Path, rows: int = 64) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    from atlasrl.trainer.selftest_model import SIZES, SPECIAL_TOKENS
+    from atlasrl.selftest.model import SIZES, SPECIAL_TOKENS
 
     draw = random.Random(1)
     characters = [chr(33 + i) for i in range(SIZES["vocab_size"] - len(SPECIAL_TOKENS))]

@@ -44,7 +44,7 @@ def test_context_parallelism_is_never_called_proven():
 @pytest.mark.parametrize("known", layout.PROVEN, ids=lambda known: known.name)
 def test_the_self_test_command_of_a_layout_asks_for_that_layout(known):
     from atlasrl.cli.selftest import main
-    from atlasrl.trainer.selftest_cases import trials_of
+    from atlasrl.selftest.cases import trials_of
 
     options = main.make_context("selftest", layout.flags(known).split()).params
     for name in ("debug", "rows", "as_json", "model", "batch", "record"):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from atlasrl.selftest.compare import table
+from atlasrl.selftest.trial import Trial
 from atlasrl.trainer.layout import Layout
-from atlasrl.trainer.selftest import Trial
-from atlasrl.trainer.selftest_compare import table
 
 pytestmark = [
     pytest.mark.nightly,
@@ -29,7 +29,7 @@ def test_mindspeed_replaces_neither_method_that_the_fix_touches():
 
 @pytest.fixture
 def bench(monkeypatch):
-    from atlasrl.trainer import selftest_workbench
+    from atlasrl.selftest import workbench as selftest_workbench
 
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     plugins = selftest_workbench.plugins

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from atlasrl.trainer import selftest_model
+    from atlasrl.selftest import model as selftest_model
 
     return selftest_model.make(tmp_path_factory.mktemp("faults") / "model")
 

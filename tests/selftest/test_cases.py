@@ -33,7 +33,7 @@ def test_a_request_that_contradicts_itself_is_usage(words, says):
 
 
 def trials(*words: str):
-    from atlasrl.trainer.selftest_cases import trials_of
+    from atlasrl.selftest.cases import trials_of
 
     options = main.make_context("selftest", list(words)).params
     for name in ("debug", "rows", "as_json", "model", "batch", "record"):

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from atlasrl.trainer import selftest_batch, selftest_model, selftest_reference
-from atlasrl.trainer.selftest import SHAPE, Trial, partition, rules_of
-from atlasrl.trainer.selftest_compare import judge
-from atlasrl.trainer.selftest_reference import Rules, Step
+from atlasrl.selftest import batch as selftest_batch
+from atlasrl.selftest import model as selftest_model
+from atlasrl.selftest import reference as selftest_reference
+from atlasrl.selftest.compare import judge
+from atlasrl.selftest.reference import Rules, Step
+from atlasrl.selftest.trial import SHAPE, Trial, partition, rules_of
 
 pytestmark = pytest.mark.verl
 torch = pytest.importorskip("torch")

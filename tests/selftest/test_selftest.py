@@ -10,9 +10,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from atlasrl.selftest.compare import table
+from atlasrl.selftest.trial import Trial
 from atlasrl.trainer.layout import PROVEN, Layout
-from atlasrl.trainer.selftest import Trial
-from atlasrl.trainer.selftest_compare import table
 
 pytestmark = pytest.mark.cluster
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def bench():
     pytest.importorskip("megatron.core")
-    from atlasrl.trainer.selftest_workbench import workbench
+    from atlasrl.selftest.workbench import workbench
 
     with workbench(workers=2) as bench:
         yield bench
