@@ -19,7 +19,6 @@ from atlasrl import site as sites
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.launch import ports
 from atlasrl.launch.addresses import INTERFACES
-from atlasrl.memory import verdict
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import RunDir
 from atlasrl.site import Site
@@ -121,6 +120,8 @@ def make(
     devices = devices_per_node or recipe.devices_per_node
     notes["devices_per_node"] = Value(devices, "the recipe's `devices_per_node`")
     _check_split(recipe, nodes * devices)
+
+    from atlasrl.memory import verdict  # a plan that is read from a run needs no memory model
 
     sentence, _ = verdict.in_one_line(recipe, nodes, devices)
     notes["device memory"] = Value(sentence, "predicted by atlasrl.memory; bin/memory shows each term")
