@@ -166,6 +166,7 @@ def _batch(tree: dict, recipe: Recipe) -> None:
     if dapo.overlong:
         tree["dapo"]["overlong"]["buffer_tokens"] = ANSWER // 3
     tree.update(steps=3, validate_every=0)
+    tree["optimizer"].update(warmup_steps=min(recipe.optimizer.warmup_steps, 1))
     tree["checkpoint"].update(save_every=2)
 
 

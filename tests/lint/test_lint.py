@@ -142,7 +142,8 @@ EXAMPLES = {
     "one-answer": ([("rollout.samples=1",)], [("rollout.samples=2",)]),
     "clip-lower": ([("dapo.clip_low=0.28", "dapo.clip_high=0.2")], [("dapo.clip_low=0.2", "dapo.clip_high=0.2")]),
     "stale-policy": ([("dapo.mini_batch_size=4",)], [("dapo.mini_batch_size=8",)]),
-    "long-warmup": ([("steps=2", "dapo.train_batch_size=32")], [("steps=12", "dapo.train_batch_size=32")]),
+    "endless-warmup": ([("steps=10",)], [("steps=11",), ("steps=10", "optimizer.warmup_steps=0")]),
+    "long-warmup": ([("backend=fsdp2", "steps=10")], [("backend=fsdp2", "steps=11"), ("steps=10",)]),
     "cut-distribution": ([("rollout.top_p=0.7",)], [()]),
     "shuffled-comparison": (
         [("data.shuffle=true", "guard.baseline=/b")],
@@ -166,7 +167,10 @@ EXAMPLES = {
         [(setting(f"{R}.max_model_len", "10240"),)],
         [(setting(f"{R}.max_model_len", "10240"), NEWER), (setting(f"++{case.VLLM}.max_model_len", "10240"),)],
     ),
-    "rotary-without-yarn": ([MOON], [{}, ("device=cuda", MOON)]),
+    "rotary-without-yarn": (
+        [MOON | ARTICLE, MOON | without("plain-rotary"), ("rollout.graph=torchair", MOON)],
+        [MOON, without("plain-rotary"), ("device=cuda", MOON | without("plain-rotary"))],
+    ),
     "sync-rollout": (
         [(setting(f"{R}.mode", "sync"),), (setting(f"{R}.mode", "async"), ARTICLE)],
         [(setting(f"{R}.mode", "sync"), ARTICLE), ARTICLE],
@@ -372,7 +376,7 @@ def test_the_early_settings_of_a_public_report_meet_what_cost_its_authors_a_mont
     assert found[0].level == "error"
 
 
-@pytest.mark.parametrize("name", ["tiny", LARGE, "qwen3-30b-a3b-dapo"])
+@pytest.mark.parametrize("name", ["tiny", LARGE, "moonlight-16b-dapo", "qwen3-30b-a3b-dapo"])
 def test_shipped_recipes_have_no_error_on_their_default_stack(name):
     loaded = recipe.load(name)
     found = lint.findings(loaded, loaded.nodes, loaded.devices_per_node)

@@ -87,17 +87,27 @@ def stale_policy(case: Case):
 
 
 @rule(
+    "endless-warmup",
+    "error",
+    reason="the workers die by an assertion, lr_warmup_steps < lr_decay_steps, after they have loaded all weights",
+    source="megatron-core 0.12.1 megatron/core/optimizer_param_scheduler.py; verl v0.7.0 decays over all steps",
+    remedy="set optimizer.warmup_steps below steps; a trial of a few steps needs none",
+)
+def endless_warmup(case: Case):
+    if case.recipe.backend == "megatron" and case.recipe.optimizer.warmup_steps >= case.recipe.steps:
+        yield f"{case.recipe.optimizer.warmup_steps} warm-up steps of {case.recipe.steps}"
+
+
+@rule(
     "long-warmup",
     "warning",
     reason="the run ends before the learning rate is reached",
-    source="verl v0.7.0 actor.optim.lr_warmup_steps (counted in updates)",
+    source="verl v0.7.0 workers/fsdp_workers.py (the schedule moves once a step)",
     remedy="lower optimizer.warmup_steps",
 )
 def long_warmup(case: Case):
-    dapo, warmup = case.recipe.dapo, case.recipe.optimizer.warmup_steps
-    updates = case.recipe.steps * max(dapo.train_batch_size // dapo.mini_batch_size, 1)
-    if warmup >= updates:
-        yield f"{warmup} warm-up updates of {updates}"
+    if case.recipe.backend == "fsdp2" and case.recipe.optimizer.warmup_steps >= case.recipe.steps:
+        yield f"{case.recipe.optimizer.warmup_steps} warm-up steps of {case.recipe.steps}"
 
 
 @rule(
