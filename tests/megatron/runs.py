@@ -34,9 +34,13 @@ LARGE = {
 
 def small_recipe(folder: Path, changes: dict | None = None, **parallel) -> recipes.Recipe:
     """A large recipe with `parallel`, shrunk into `folder`; `changes` go on top of the small one."""
+    return shrunk(recipes.parse({**LARGE, "parallel": parallel}, "large"), folder, changes)
+
+
+def shrunk(large: recipes.Recipe, folder: Path, changes: dict | None = None) -> recipes.Recipe:
     from atlasrl import shrink
 
-    small = shrink.rehearse(recipes.parse({**LARGE, "parallel": parallel}, "large"), folder)
+    small = shrink.rehearse(large, folder)
     small.write(folder)
     tree = small.recipe.model_dump(mode="json")
     tree["model"]["cast_path"] = tree["model"]["path"]  # written in its final form: nothing to cast

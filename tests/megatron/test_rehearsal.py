@@ -10,18 +10,7 @@ from atlasrl import recipe as recipes
 from atlasrl import shrink
 from atlasrl.errors import UsageFault
 from atlasrl.rundir import read_json_lines
-from runs import Attempt, exported_weights, numbers, small_recipe, start_run
-
-SPLIT = {
-    "tensor": 8,
-    "pipeline": 16,
-    "expert": 16,
-    "first_stage_layers": 3,
-    "last_stage_layers": 2,
-    "recompute": "full",
-    "offload": True,
-    "optimizer_on_host": 1.0,
-}
+from runs import Attempt, exported_weights, numbers, shrunk, start_run
 
 
 @pytest.mark.training
@@ -47,8 +36,8 @@ def test_the_rehearsal_resumes_bit_equal_with_the_weights_that_were_trained(tmp_
 
 
 def rehearse(folder):
-    """The run of the shrunk recipe and its first attempt, ended."""
-    recipe = small_recipe(folder / "small", **SPLIT)
+    """The run of the recipe as it is shipped, shrunk, and its first attempt, ended."""
+    recipe = shrunk(recipes.load("deepseek-v3-671b-dapo"), folder / "small")
     split = recipe.parallel
     assert (split.tensor, split.pipeline, split.expert, split.recompute) == (2, 2, 2, "full")
     assert split.first_stage_layers == 3, "the stages are no longer uneven"
