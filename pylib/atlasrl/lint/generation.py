@@ -29,12 +29,13 @@ def stale_latent_weights(case: Case):
     "error",
     reason="vllm-ascend reads cos_cached, which only the yarn rotary embedding has: AttributeError at the first prompt",
     source="vllm-ascend v0.10.0rc1 and v0.11.0 attention/mla_v1.py, ops/rotary_embedding.py",
-    remedy="patch mla_v1.py to split cos_sin_cache of the base class, and name the stack that holds the patch",
+    remedy="leave the fix plain-rotary on, and torchair graphs, which have their own copy of that code, off",
 )
 def rotary_without_yarn(case: Case):
     name = case.recipe.model.path.name.lower() if case.recipe.model.path else ""
     plain = "moonlight" in name or (case.config and not case.config.get("rope_scaling"))
-    if case.vllm_on_npu and case.latent and plain and not case.can("mla_rotary_any"):
+    mended = case.mended("plain-rotary") and not case.additional(f"{TORCHAIR}.enabled")
+    if case.vllm_on_npu and case.latent and plain and not (case.can("mla_rotary_any") or mended):
         yield "latent attention without rope_scaling (Moonlight)"
 
 

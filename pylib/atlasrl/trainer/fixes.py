@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from atlasrl.trainer import megatron_patches, patches, verl_patches
+from atlasrl.trainer import megatron_patches, npu_patches, patches, verl_patches
 
 if TYPE_CHECKING:
     from atlasrl.recipe import Recipe
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @functools.cache
 def declared() -> dict[str, dict]:
     """Every fix that mends a fault of upstream, by id: reason, upstream, package, versions, targets."""
-    ids = (*verl_patches.PATCHES, *megatron_patches.PATCHES)
+    ids = (*verl_patches.PATCHES, *npu_patches.PATCHES, *megatron_patches.PATCHES)
     return {fix["id"]: fix for fix in patches.listing(*ids)}
 
 
@@ -26,7 +26,11 @@ def switched_off(environment) -> set[str]:
 
 def lines(recipe: Recipe, stack: Stack, environment) -> list[str]:
     """One line for each fix of a run: what it mends, or why it is left out."""
-    ids = (*verl_patches.PATCHES, *(megatron_patches.PATCHES if recipe.backend == "megatron" else ()))
+    ids = [*verl_patches.PATCHES]
+    if recipe.device == "npu" and recipe.rollout.engine == "vllm":
+        ids += npu_patches.PATCHES
+    if recipe.backend == "megatron":
+        ids += megatron_patches.PATCHES
     off = switched_off(environment)
     return [_line(declared()[id], stack, id in off) for id in ids]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from atlasrl.trainer import patches, verl_patches
+from atlasrl.trainer import npu_patches, patches, verl_patches
 
-patches.apply(*verl_patches.PATCHES)
+patches.apply(*verl_patches.PATCHES, *npu_patches.PATCHES)

@@ -12,7 +12,6 @@ PATCHES = (
     "tensorboard-flush",
     "file-logger",
     "no-rollout",
-    "weights-after-sync",
     "fsdp2-idle-experts",
 )
 VERL = ">=0.7.0,<0.8"
@@ -87,28 +86,6 @@ def write_one_line_per_step(original):
 )
 def register_no_rollout(original):
     return {**original, ("none", "async"): "atlasrl.trainer.offline.NoRollout"}
-
-
-@patch(
-    id="weights-after-sync",
-    reason="vllm-ascend makes W_UV and W_UK_T of latent attention from kv_b_proj once, after loading; a weight sync "
-    "replaces kv_b_proj alone, so the answers are those of step 0's attention, or gibberish with load_format dummy",
-    upstream="verl PR #4130, lost with PR #4411, back in 0.7.1 (workers/rollout/vllm_rollout/utils.py)",
-    package="verl",
-    versions=">=0.7.0,<0.7.1",
-    target="verl.workers.rollout.vllm_rollout.vllm_rollout:vLLMAsyncRollout.update_weights",
-    expects="model.load_weights(weights)",
-)
-def process_weights_after_sync(original):
-    async def update_weights(self, weights, **kwargs):
-        from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-        await original(self, weights, **kwargs)
-        runner = self.inference_engine.worker.model_runner
-        device = next(runner.model.parameters()).device
-        process_weights_after_loading(runner.model, runner.vllm_config.model_config, device)
-
-    return update_weights
 
 
 @patch(
