@@ -109,6 +109,11 @@ class AttemptDir:
         return self.path / f"memory-node{rank}.jsonl"
 
     @property
+    def workers(self) -> Path:
+        """What the tensors and phases of every worker take, one file a worker (recipe: probe.memory, on a CPU)."""
+        return self.path / "workers"
+
+    @property
     def stop_request(self) -> Path:
         """Present when someone asked the attempt to end: {"save": bool}."""
         return self.path / "stop.json"

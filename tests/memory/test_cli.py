@@ -1,5 +1,6 @@
 """bin/memory: exit codes that mean something, JSON with everything, a picture that is safe."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from atlasrl import recipe as recipes
 from atlasrl.cli.memory import main
+from atlasrl.errors import Fault
+from atlasrl.memory import architecture, measured, workers
 from atlasrl.memory.terms import PHASES, TERMS
 
 RECIPE = "deepseek-v3-671b-dapo"
@@ -55,7 +59,7 @@ def test_a_recipe_that_does_not_fit_names_the_place_and_three_remedies():
         ([RECIPE, "--set", "model.path=/models/Unheard-Of"], "pass --config FILE"),
         ([RECIPE, "--config", "/nonexistent/config.json"], "cannot be read"),
         ([RECIPE, "--set", "environment.HCCL_BUFFSIZE=much"], "whole number of megabytes"),
-        ([RECIPE, "--set", "device=cpu"], "pass --device-gib"),
+        ([RECIPE, "--set", "device=cpu"], "predicted for expert parallelism only"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_one_line_and_exit_2(arguments, words):
@@ -129,48 +133,50 @@ def test_an_fsdp2_recipe_prints_its_workers(tmp_path):
     assert "each worker" in result.output
 
 
-def write_probe(folder: Path, **changes: int) -> None:
-    from atlasrl import recipe as recipes
-    from atlasrl.memory import architecture, sharded
+@pytest.mark.parametrize("split", ["parallel.tensor=2", "parallel.pipeline=2", "model.compute_dtype=bfloat16"])
+def test_a_cpu_recipe_that_is_not_predicted_says_what_is(tmp_path, split):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    result = memory("tiny", "--set", split, "--set", "parallel.expert=1", "--config", str(tmp_path))
+    assert result.exit_code == 2
+    assert "predicted for" in result.output
 
-    a, batch = architecture.from_config(SMALL), sharded.batch_of(recipes.load("tiny"), 1)
-    held = sharded.worker(a, batch, 1, 0)
-    step = {"phase": "step", "weights": held.weights, "gradients": held.gradients}
-    tensors = {"buffers": held.buffers, "optimizer": held.optimizer}
-    grown = {"log_prob": sharded.score_growth(a, batch).total, "update": sharded.update_growth(a, batch, 1).total}
-    logits = {"log_prob": held.score_logits, "update": held.update_logits}
-    lines = [
-        {"phase": phase, "start": 10**8, "peak": 10**8 + grown[phase], "logits": logits[phase], **tensors} | changes
+
+def probed(changes: dict) -> str:
+    """What is told of the one worker of a recipe that measured what is predicted of it, but for `changes`."""
+    recipe = recipes.load("tiny", ["backend=fsdp2", "parallel.expert=1"])
+    a = architecture.from_config(SMALL)
+    held = workers.expected(recipe, a, 1, 0)
+    sizes = dataclasses.asdict(held.tensors)
+    logits = {"log_prob": sizes.pop("score_logits"), "update": sizes.pop("update_logits")}
+    records = [
+        {"phase": phase, "start": 10**8, "peak": 10**8 + held.growths[phase].total, "logits": logits[phase]}
+        | {"tokens": 20, **sizes, **changes}
         for _ in range(2)
         for phase in ("log_prob", "update")
     ]
-    (folder / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [step, *lines]))
-    (folder / "config.json").write_text(json.dumps(SMALL))
+    return "\n".join(measured.lines(measured.compare(recipe, a, [records])))
 
 
-def test_what_the_probe_wrote_is_set_beside_the_prediction(tmp_path):
-    write_probe(tmp_path)
-    output = memory("profile", str(tmp_path), "--recipe", "tiny", "--config", str(tmp_path)).output
-    assert output.count("as predicted") == 6
-    assert output.count("(+0.0%)") == 2
+def test_what_the_probe_wrote_is_set_beside_the_prediction():
+    told = probed({})
+    assert told.count("as predicted") == 6
+    assert told.count("(+0.0%)") == 2
 
 
-def test_a_worker_that_holds_something_else_is_shown(tmp_path):
-    write_probe(tmp_path, optimizer=12345)
-    output = memory("profile", str(tmp_path), "--recipe", "tiny", "--config", str(tmp_path)).output
-    assert output.count("as predicted") == 5
-    assert re.search(r"optimizer +12,345 bytes, predicted", output)
+def test_a_worker_that_holds_something_else_is_shown():
+    told = probed({"optimizer": 12345})
+    assert told.count("as predicted") == 5
+    assert re.search(r"optimizer +12,345 bytes, predicted", told)
 
 
 @pytest.mark.parametrize(
-    ("files", "words"), [(["rank1.jsonl"], "ranks [1]"), (["rank0.jsonl", "rank2.jsonl"], "ranks [0, 2]")]
+    ("files", "words"), [(["rank1.jsonl"], r"ranks \[1\]"), (["rank0.jsonl", "rank2.jsonl"], r"ranks \[0, 2\]")]
 )
 def test_a_probe_folder_with_a_gap(tmp_path, files, words):
     for file in files:
         (tmp_path / file).write_text("")
-    result = memory("profile", str(tmp_path), "--recipe", "tiny")
-    assert result.exit_code in (1, 2)
-    assert words in result.output
+    with pytest.raises(Fault, match=words):
+        measured.read(tmp_path)
 
 
 def test_help_imports_nothing_heavy():

@@ -44,10 +44,10 @@ def test_the_newest_attempt_with_samples_is_read_and_none_is_said(tmp_path):
     for number in (1, 2, 3):
         run.attempt(number).path.mkdir(parents=True)
     with pytest.raises(UsageFault, match="train it with --set probe"):
-        residence.files(run)
+        residence.sampled_attempt(run)
     for number in (1, 2):
         run.attempt(number).memory(0).write_text(json.dumps(line(number, UPDATE, 200)) + "\n")
-    (told,) = residence.lines(run, None)
+    (told,) = residence.lines(residence.sampled_attempt(run))
     assert told.split()[:2] == ["node0", "2"]
     assert UPDATE in told and "200.0 MiB" in told
 
@@ -57,7 +57,7 @@ def test_small_processes_are_one_line(tmp_path):
     run.attempt(1).path.mkdir(parents=True)
     samples = [line(1, UPDATE, 200), *(line(pid, "bash", 3) for pid in range(10, 40))]
     run.attempt(1).memory(0).write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    told = list(residence.lines(run, None))
+    told = list(residence.lines(residence.sampled_attempt(run)))
     assert len(told) == 2
     assert "30 more processes, none above 3 MiB" in told[1]
 

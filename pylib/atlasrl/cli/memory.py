@@ -51,16 +51,15 @@ def recipe_options(function):
 def fit(recipe, nodes, changes, config, device_gib, as_json, why, html):
     """Predict every stage and phase of RECIPE; exit 1 when it does not fit.
 
-    A recipe with backend fsdp2 has no stages: the bytes that each worker holds are printed instead.
+    FSDP2 has no stages, and a CPU no device memory: the bytes that each worker holds are printed instead.
     """
     from atlasrl import recipe as recipes
-    from atlasrl.memory import job, picture, report, sharded, verdict
+    from atlasrl.memory import job, picture, report, verdict
 
     loaded = recipes.load(recipe, list(changes))
-    if loaded.backend == "fsdp2":
+    if loaded.backend == "fsdp2" or (loaded.device == "cpu" and device_gib is None):
         world = (nodes or loaded.nodes) * loaded.devices_per_node
-        batch = sharded.batch_of(loaded, world)
-        click.echo(report.workers_text(recipe, job.architecture_of(loaded, config), batch, world))
+        click.echo(report.workers_text(recipe, loaded, job.architecture_of(loaded, config), world))
         return
     answer = verdict.of_recipe(loaded, nodes, config, device_gib)
     if html:
@@ -102,8 +101,7 @@ def profile(folder, phases, recipe, nodes, config, top, as_json):
     """Read the memory tables of Ascend's profiler below FOLDER.
 
     FOLDER may also be a run that was trained with --set probe.memory=true (resident memory of each process in each
-    phase, beside the prediction for FSDP2 workers), a PyTorch memory snapshot (.pickle, .pkl), or with --recipe what
-    the memory probe of a CPU run wrote (rank0.jsonl …).
+    phase, and on a CPU its workers beside what is predicted of them), or a PyTorch memory snapshot (.pickle, .pkl).
 
     Peaks of the process, HCCL and the framework, whether sleep released the weights, leaks, and who held memory at the
     peak. Tables of many gigabytes are streamed.
@@ -124,9 +122,6 @@ def profile(folder, phases, recipe, nodes, config, top, as_json):
         from atlasrl import recipe as recipes
         from atlasrl.memory import verdict
 
-        if any(folder.glob("rank*.jsonl")):
-            click.echo("\n".join(verdict.of_workers(recipes.load(recipe), folder, config)))
-            return
         prediction = verdict.of_recipe(recipes.load(recipe), nodes, config).prediction
     found = profiles.read(folder, profiles.read_marks(phases) if phases else profiles.NO_MARKS)
     if as_json:

@@ -1,17 +1,17 @@
-"""What the memory probe wrote (rank<R>.jsonl, one line per phase of a worker) beside what `sharded` predicts."""
+"""What the memory probe wrote of every worker (rank<R>.jsonl, a line per phase) beside what is predicted of it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from atlasrl.errors import Fault, UsageFault
-from atlasrl.memory import sharded
+from atlasrl.memory import workers
 from atlasrl.memory.architecture import Architecture
 from atlasrl.memory.job import MIB
-from atlasrl.memory.sharded import Batch
+from atlasrl.recipe import Recipe
 from atlasrl.rundir import read_json_lines
 
 KINDS = ("weights", "buffers", "gradients", "optimizer")
@@ -25,13 +25,13 @@ def read(folder: Path) -> list[list[dict]]:
     """
     files = {int(file.stem.removeprefix("rank")): file for file in folder.glob("rank*.jsonl")}
     if not files:
-        raise UsageFault(f"{folder} holds no rank<R>.jsonl; run with the memory probe, see docs/memory.md")
+        raise UsageFault(f"{folder} holds no rank<R>.jsonl; train with --set probe.memory=true on a CPU")
     if sorted(files) != list(range(len(files))):
         raise Fault(f"{folder} holds the ranks {sorted(files)}; the others ended before they wrote, run again")
     return [[*read_json_lines(files[rank])] for rank in sorted(files)]
 
 
-def exact(records: list[dict]) -> dict[str, int]:
+def tensors(records: list[dict]) -> dict[str, int]:
     """Largest measured bytes of every kind of tensor of one worker."""
     found: dict[str, int] = defaultdict(int)
     for record in records:
@@ -43,25 +43,63 @@ def exact(records: list[dict]) -> dict[str, int]:
     return dict(found)
 
 
-def growth(records: list[dict], phase: str) -> list[int]:
-    """Resident growth of every occurrence of a phase: its peak over its beginning."""
-    return [record["peak"] - record["start"] for record in records if record["phase"] == phase]
+@dataclass(frozen=True)
+class Growth:
+    """How one phase of one step made a worker's resident memory grow, bytes."""
+
+    phase: str
+    step: int
+    measured: int
+    predicted: int
+
+    @property
+    def off(self) -> float:
+        """Measured over predicted, less one."""
+        return self.measured / self.predicted - 1
 
 
-def lines(a: Architecture, b: Batch, workers: list[list[dict]]) -> Iterator[str]:
-    """Measured against predicted, worker by worker."""
-    world = len(workers)
-    growths = {"log_prob": sharded.score_growth(a, b), "update": sharded.update_growth(a, b, world)}
-    for rank, records in enumerate(workers):
-        found = exact(records)
-        for kind, size in asdict(sharded.worker(a, b, world, rank)).items():
-            verdict = "as predicted" if found.get(kind) == size else f"predicted {size:,}"
-            yield f"worker {rank}  {kind:14} {found.get(kind, 0):>14,} bytes, {verdict}"
-        for phase, predicted in growths.items():
-            # The first occurrence also loads libraries and makes the optimizer state.
-            for step, grown in list(enumerate(growth(records, phase), 1))[1:]:
-                off = grown / predicted.total - 1
-                yield (
-                    f"worker {rank}  {phase:14} grows by {grown / MIB:.1f} MiB in step {step}, predicted "
-                    f"{predicted.total / MIB:.1f} ({off:+.1%})"
-                )
+@dataclass(frozen=True)
+class Comparison:
+    """One worker: bytes of each kind of tensor as (measured, predicted), and the growth of its phases."""
+
+    rank: int
+    tensors: dict[str, tuple[int, int]]
+    growths: list[Growth]
+
+
+def compare(recipe: Recipe, a: Architecture, records: list[list[dict]]) -> Iterator[Comparison]:
+    """Every worker's records beside its prediction for rows as long as they were.
+
+    Of the growths the first step is left out: it also loads libraries and makes the optimizer's state.
+
+    Raises:
+        UsageFault: workers of this recipe are not predicted.
+    """
+    for rank, own in enumerate(records):
+
+        def predicted(record: dict, rank: int = rank) -> workers.Expected:
+            return workers.expected(recipe, a, len(records), rank, record["tokens"])
+
+        found, longest = tensors(own), max(own, key=lambda record: record["tokens"])
+        sizes = {kind: (found.get(kind, 0), size) for kind, size in asdict(predicted(longest).tensors).items()}
+        growths, steps = [], defaultdict(int)
+        for record in own:
+            steps[record["phase"]] += 1
+            if steps[record["phase"]] > 1:
+                grown = record["peak"] - record["start"]
+                expected = predicted(record).growths[record["phase"]].total
+                growths.append(Growth(record["phase"], steps[record["phase"]], grown, expected))
+        yield Comparison(rank, sizes, growths)
+
+
+def lines(comparisons: Iterator[Comparison]) -> Iterator[str]:
+    """Measured against predicted, worker by worker, for a person."""
+    for worker in comparisons:
+        for kind, (found, size) in worker.tensors.items():
+            verdict = "as predicted" if found == size else f"predicted {size:,}"
+            yield f"worker {worker.rank}  {kind:14} {found:>14,} bytes, {verdict}"
+        for g in worker.growths:
+            yield (
+                f"worker {worker.rank}  {g.phase:14} grows by {g.measured / MIB:.1f} MiB in step {g.step}, predicted "
+                f"{g.predicted / MIB:.1f} ({g.off:+.1%})"
+            )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from atlasrl.memory import sharded
 from atlasrl.memory.architecture import Architecture
 from atlasrl.memory.job import GIB, MIB
 from atlasrl.memory.model import Phase, Prediction, Stage
 from atlasrl.memory.planner import Candidate, Remedy
 from atlasrl.memory.snapshot import Snapshot
 from atlasrl.memory.terms import PHASES, TERMS
+from atlasrl.memory.workers import batch_of, expected
+
+if TYPE_CHECKING:
+    from atlasrl.recipe import Recipe
 
 
 def gib(size: float) -> str:
@@ -213,18 +217,26 @@ def candidate_json(c: Candidate) -> dict:
     }
 
 
-def workers_text(name: str, a: Architecture, b: sharded.Batch, world: int) -> str:
-    """The FSDP2 workers of a recipe: exact bytes of their tensors, and the resident growth of the phases."""
-    workers = [asdict(sharded.worker(a, b, world, rank)) for rank in range(world)]
-    unequal = len({tuple(w.values()) for w in workers}) > 1
-    shown = workers if unequal else workers[:1]
+def workers_text(name: str, recipe: Recipe, a: Architecture, world: int) -> str:
+    """The workers of a recipe: exact bytes of their tensors, and the resident growth of the phases.
+
+    Raises:
+        UsageFault: workers of this recipe are not predicted.
+    """
+    workers = [expected(recipe, a, world, rank) for rank in range(world)]
+    unequal = len({worker.tensors for worker in workers}) > 1
+    shown = [asdict(worker.tensors) for worker in (workers if unequal else workers[:1])]
     rows = [["bytes", *(kind.replace("_", " ") for kind in shown[0])]]
     rows += [
         [f"worker {i}" if unequal else "each worker", *(f"{n:,}" for n in w.values())] for i, w in enumerate(shown)
     ]
-    growths = {"log_prob": sharded.score_growth(a, b), "update": sharded.update_growth(a, b, world)}
-    lines = [f"{name}: {world} FSDP2 workers, {b.rows} answers of {b.tokens} tokens in a micro-batch", table(rows), ""]
-    for phase, growth in growths.items():
+    b = batch_of(recipe, world)
+    lines = [
+        f"{name}: {world} {recipe.backend} workers, {b.rows} answers of {b.tokens} tokens in a micro-batch",
+        table(rows),
+        "",
+    ]
+    for phase, growth in workers[0].growths.items():
         terms = ", ".join(f"{term} {size / MIB:.1f}" for term, size in growth.terms.items())
         lines.append(f"{phase} grows by {growth.total / MIB:.1f} MiB: {terms}")
     return "\n".join(lines)

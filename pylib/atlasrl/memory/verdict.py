@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atlasrl.errors import UsageFault
 from atlasrl.legality import Split, broken_batch_rules, broken_rollout_rules, broken_rules
-from atlasrl.memory import cost, job, measured, model, planner, report, residence, sharded
+from atlasrl.memory import cost, job, measured, model, planner, report, residence
 from atlasrl.memory.architecture import Architecture
 from atlasrl.memory.model import Prediction
 from atlasrl.memory.planner import Candidate, Remedy
@@ -70,19 +70,8 @@ def in_one_line(recipe: Recipe, nodes: int, devices_per_node: int) -> tuple[str,
     return report.verdict(prediction), prediction.fits
 
 
-def of_workers(recipe: Recipe, folder: Path, config: Path | None = None) -> list[str]:
-    """What the probe measured of a recipe's FSDP2 workers, line by line beside the prediction.
-
-    Raises:
-        UsageFault: no records, or no configuration of the model. Fault: damaged records.
-    """
-    workers = measured.read(folder)
-    batch = sharded.batch_of(recipe, len(workers))
-    return [*measured.lines(job.architecture_of(recipe, config), batch, workers)]
-
-
 def of_run(folder: Path, config: Path | None = None) -> list[str]:
-    """Sampled resident memory of a run, process by process and phase by phase.
+    """What a run measured of itself: resident memory of every process, and its workers beside their prediction.
 
     Raises:
         UsageFault: nothing was sampled. Fault: damaged samples.
@@ -91,14 +80,18 @@ def of_run(folder: Path, config: Path | None = None) -> list[str]:
     from atlasrl.rundir import RunDir
 
     run = RunDir(folder)
+    attempt = residence.sampled_attempt(run)
+    lines = [*residence.lines(attempt)]
+    if not attempt.workers.is_dir():
+        return lines
     plan = plans.load(run)
-    described = None
-    if plan.recipe.backend == "fsdp2":
-        world = plan.nodes * plan.devices_per_node
-        model = Path(plan.model_input) / "config.json"
+    model = Path(plan.model_input) / "config.json"
+    try:
         a = job.architecture_of(plan.recipe, config or (model if model.is_file() else None))
-        described = a, sharded.batch_of(plan.recipe, world), world
-    return [*residence.lines(run, described)]
+        compared = [*measured.lines(measured.compare(plan.recipe, a, measured.read(attempt.workers)))]
+    except UsageFault as unknown:
+        compared = [f"workers: {unknown}"]
+    return [*lines, *compared]
 
 
 def illegal(recipe: Recipe, a: Architecture, split: Split, j: job.Job) -> list[str]:

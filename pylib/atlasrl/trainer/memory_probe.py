@@ -1,62 +1,59 @@
-"""What every worker really holds: exact tensor bytes and resident memory, phase by phase. A plugin for measuring runs.
+"""What every worker really holds: exact tensor bytes and resident memory, phase by phase. Loaded by runs on a CPU whose
+recipe sets `probe.memory`.
 
-Name it in VERL_USE_EXTERNAL_MODULES behind the device's plugin and set ATLASRL_MEMORY_PROBE to a folder. Every worker
-writes rank<R>.jsonl there, one line per phase: {"phase", "start", "peak", "end"} in resident bytes, with the bytes of
-weights, gradients, optimizer state and logits as it finds them in its tensors. It reads and changes nothing else.
+Every worker writes rank<R>.jsonl into the attempt's folder of workers, one line per phase: {"phase", "start", "peak",
+"end"} in resident bytes, "tokens" of the longest row, and the bytes of weights, gradients, optimizer state and logits
+as it finds them in its tensors. It reads and changes nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from atlasrl.memory import rss
 from atlasrl.trainer.patches import apply, patch
+from atlasrl.trainer.setup import MEMORY_FOLDER
 
-FOLDER = "ATLASRL_MEMORY_PROBE"
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc, malloc.h
 
-_largest_logits = 0
+_largest: dict[str, int] = {}
+"""Bytes of what lives only within a phase: kind -> most since the phase began."""
 
 
-def write(record: dict) -> None:
-    import torch.distributed as dist
+def fix_thresholds() -> None:
+    """Give every larger tensor back to the system when it dies.
 
-    with (Path(os.environ[FOLDER]) / f"rank{dist.get_rank()}.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    glibc raises its threshold for separate mappings with every freed block, and then keeps freed memory: resident
+    memory would show the history instead of the tensors.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 64 * 2**10)
+    libc.mallopt(M_TRIM_THRESHOLD, 128 * 2**10)
 
 
 @contextlib.contextmanager
-def phase(name: str, actor=None):
-    """Measure one phase of this process; with an actor also what its tensors hold afterwards."""
-    global _largest_logits
-    _largest_logits = 0
+def phase(name: str, model, tokens: int):
+    """Measure one phase of this process and what its tensors hold afterwards."""
+    import torch.distributed as dist
+
+    _largest.clear()
     rss.reset_peak()
     start = rss.status()["rss"]
     yield
     end = rss.status()
-    record = {"phase": name, "start": start, "peak": end["peak"], "end": end["rss"]}
-    write(record | ({**held(actor), "logits": _largest_logits} if actor is not None else {}))
+    record = {"phase": name, "start": start, "peak": end["peak"], "end": end["rss"], "tokens": tokens}
+    with (Path(os.environ[MEMORY_FOLDER]) / f"rank{dist.get_rank()}.jsonl").open("a") as file:
+        file.write(json.dumps(record | model.held() | _largest) + "\n")
 
 
-def held(actor) -> dict[str, int]:
-    """Bytes of this rank's buffers and, from the first step on, optimizer state."""
-    states = actor.actor_optimizer.state.values()
-    return {
-        "buffers": sum(size_of(buffer) for buffer in actor.actor_module.buffers()),
-        "optimizer": sum(size_of(tensor) for state in states for tensor in state.values()),
-    }
-
-
-def shards(module) -> dict[str, int]:
-    """Bytes of this rank's weights and gradients. After a backward; a forward leaves the root unit gathered."""
-    parameters = list(module.parameters())
-    return {
-        "weights": sum(size_of(p) for p in parameters),
-        "gradients": sum(size_of(p.grad) for p in parameters if p.grad is not None),
-    }
+def note(kind: str, size: int) -> None:
+    _largest[kind] = max(_largest.get(kind, 0), size)
 
 
 def size_of(tensor) -> int:
@@ -65,61 +62,135 @@ def size_of(tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def watch_logits(module) -> None:
-    """Remember the largest output of the model's last layer."""
-    if getattr(module, "_probed", False):
+def stored(tensors: Iterable) -> int:
+    """Bytes of the memory behind tensors; several may lie in one buffer."""
+    return sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in tensors}.values())
+
+
+def watch_logits(last_layer) -> None:
+    """Note the output of the model's last layer."""
+    if getattr(last_layer, "_probed", False):
         return
-    module._probed = True
+    last_layer._probed = True
 
-    def note(_layer, _inputs, output):
-        global _largest_logits
-        _largest_logits = max(_largest_logits, output.numel() * output.element_size())
+    def hook(_layer, _inputs, output):
+        note("logits", size_of(output[0] if isinstance(output, tuple) else output))
 
-    module.get_output_embeddings().register_forward_hook(note)
+    last_layer.register_forward_hook(hook)
 
 
-def _method(name: str, expects: str, module: str = "verl.workers.actor.dp_actor:DataParallelPPOActor"):
+class Sharded:
+    """An FSDP2 actor."""
+
+    def __init__(self, actor):
+        self.actor = actor
+        watch_logits(actor.actor_module.get_output_embeddings())
+
+    def held(self) -> dict[str, int]:
+        """Whole buffers and, from the first step on, this rank's optimizer state."""
+        states = self.actor.actor_optimizer.state.values()
+        return {
+            "buffers": sum(map(size_of, self.actor.actor_module.buffers())),
+            "optimizer": sum(size_of(tensor) for state in states for tensor in state.values()),
+        }
+
+    def note_shards(self) -> None:
+        """This rank's weights and gradients. After a backward: a forward leaves the root unit gathered."""
+        parameters = [*self.actor.actor_module.parameters()]
+        note("weights", sum(map(size_of, parameters)))
+        note("gradients", sum(size_of(p.grad) for p in parameters if p.grad is not None))
+
+
+class Megatron:
+    """A Megatron actor; its model is a list of chunks, its optimizer a chain of those of dense and routed weights."""
+
+    def __init__(self, actor):
+        self.actor = actor
+        for chunk in actor.actor_module:
+            for name, module in chunk.named_modules():
+                if name.endswith("output_layer"):
+                    watch_logits(module)
+
+    def held(self) -> dict[str, int]:
+        parameters = [p for chunk in self.actor.actor_module for p in chunk.parameters()]
+        buffers = [buffer for chunk in self.actor.actor_module for _, buffer in chunk.named_buffers()]
+        chain = getattr(self.actor.actor_optimizer, "chained_optimizers", [self.actor.actor_optimizer])
+        states = [state for each in chain for state in each.optimizer.state.values()]
+        return {
+            "weights": stored(p.data for p in parameters),
+            "gradients": stored(p.main_grad for p in parameters),
+            "buffers": sum(map(size_of, buffers)),
+            "optimizer": sum(size_of(tensor) for state in states for tensor in state.values()),
+        }
+
+
+FSDP2_ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
+MEGATRON_ACTOR = "verl.workers.actor.megatron_actor:MegatronPPOActor"
+
+
+def _method(target: str, expects: str = "self.log(decorated_function"):  # verl wraps the phases in a logger
     return patch(
         id="memory-probe",
         reason="measure tensor bytes and resident memory of every phase",
         upstream="for measuring only",
         package="verl",
         versions=">=0.7.0,<0.8",
-        target=f"{module}.{name}",
+        target=target,
         expects=expects,
     )
 
 
-@_method("update_policy", "self.log(decorated_function")  # verl wraps it in a logger
+@_method(f"{FSDP2_ACTOR}.update_policy")
 def probed_update(original):
     @functools.wraps(original)
     def update_policy(self, data, **options):
-        watch_logits(self.actor_module)
-        with phase("update", self):
+        with phase("update", Sharded(self), data.batch["input_ids"].shape[1]):
             return original(self, data, **options)
 
     return update_policy
 
 
-@_method("compute_log_prob", "self.log(decorated_function")
+@_method(f"{FSDP2_ACTOR}.compute_log_prob")
 def probed_log_prob(original):
     @functools.wraps(original)
-    def compute_log_prob(self, *arguments, **options):
-        watch_logits(self.actor_module)
-        with phase("log_prob", self):
-            return original(self, *arguments, **options)
+    def compute_log_prob(self, data, **options):
+        with phase("log_prob", Sharded(self), data.batch["input_ids"].shape[1]):
+            return original(self, data, **options)
 
     return compute_log_prob
 
 
-@_method("_optimizer_step", "self.actor_optimizer.step()")
+@_method(f"{FSDP2_ACTOR}._optimizer_step", "self.actor_optimizer.step()")
 def probed_step(original):
     @functools.wraps(original)
     def optimizer_step(self):
-        write({"phase": "step", "start": rss.status()["rss"]} | shards(self.actor_module))
+        Sharded(self).note_shards()
         return original(self)
 
     return optimizer_step
 
 
+@_method(f"{MEGATRON_ACTOR}.compute_log_prob")
+def probed_megatron_log_prob(original):
+    @functools.wraps(original)
+    def compute_log_prob(self, data, **options):
+        # verl cuts a batch to its longest row; what is scored is then learnt from
+        self.probed_tokens = int(data.batch["attention_mask"].sum(-1).max())
+        with phase("log_prob", Megatron(self), self.probed_tokens):
+            return original(self, data, **options)
+
+    return compute_log_prob
+
+
+@_method(f"{MEGATRON_ACTOR}.update_policy")
+def probed_megatron_update(original):
+    @functools.wraps(original)
+    def update_policy(self, dataloader):
+        with phase("update", Megatron(self), self.probed_tokens):
+            return original(self, dataloader)
+
+    return update_policy
+
+
+fix_thresholds()
 apply("memory-probe")

@@ -21,6 +21,9 @@ PYLIB = Path(__file__).resolve().parents[2]
 
 PLUGINS = "VERL_USE_EXTERNAL_MODULES"
 
+MEMORY_FOLDER = "ATLASRL_MEMORY_FOLDER"
+"""Environment: where every worker records its memory (recipe: probe.memory, on a CPU)."""
+
 WATCH_SYNCS, WATCH_FOLDER = "ATLASRL_WATCH_SYNCS", "ATLASRL_WATCH_FOLDER"
 """Environment: how many weight syncs a worker records (recipe: probe.syncs), and where."""
 
@@ -36,6 +39,10 @@ def prepare_environment(plan: dict, recipe: Recipe, attempt: AttemptDir, first_s
     if recipe.probe.syncs:
         os.environ[PLUGINS] += ",atlasrl.trainer.sync_plugin"
         os.environ |= {WATCH_SYNCS: str(recipe.probe.syncs), WATCH_FOLDER: str(attempt.weights)}
+    if probes_memory(recipe):
+        attempt.workers.mkdir(exist_ok=True)
+        os.environ[PLUGINS] += ",atlasrl.trainer.memory_probe"
+        os.environ[MEMORY_FOLDER] = str(attempt.workers)
     os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar swallows the beginning of the next line of a log
     os.environ["TENSORBOARD_DIR"] = str(attempt.run.tensorboard)
     os.environ["VERL_FILE_LOGGER_PATH"] = str(attempt.metrics)
@@ -51,6 +58,11 @@ def plugins(recipe: Recipe) -> list[str]:
     return [device, backend, *(["atlasrl.trainer.deterministic_plugin"] if recipe.deterministic else [])]
 
 
+def probes_memory(recipe: Recipe) -> bool:
+    """Do workers record their memory? Only where it is the host's: an accelerator has a profiler."""
+    return recipe.probe.memory and recipe.device == "cpu"
+
+
 def connect(plan: dict, recipe: Recipe) -> None:
     """Connect to the cluster, or start a private one-node Ray when RAY_ADDRESS is not set.
 
@@ -61,6 +73,7 @@ def connect(plan: dict, recipe: Recipe) -> None:
 
     names = {*plan.get("environment", {}), *recipe.environment, PLUGINS, patches.WITHOUT, "OMP_NUM_THREADS"}
     names |= {WATCH_SYNCS, WATCH_FOLDER} if recipe.probe.syncs else set()
+    names |= {MEMORY_FOLDER} if probes_memory(recipe) else set()
     environment = {name: os.environ[name] for name in sorted(names) if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PYLIB), os.environ.get("PYTHONPATH")]))
     needed = plan["nodes"] * plan["devices_per_node"]

@@ -8,59 +8,20 @@ scoring and loss make of them follow `dp_actor._forward_micro_batch`, `logprobs_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atlasrl.memory.architecture import Architecture, Weight
 from atlasrl.memory.parameters import share
+from atlasrl.memory.workers import FLOAT, Batch, Expected, Growth, Tensors
 
 if TYPE_CHECKING:
     from atlasrl.recipe import Recipe
 
-FLOAT = 4  # bytes
 
-
-@dataclass(frozen=True)
-class Batch:
-    """Shapes of one worker's forward passes; every row is padded to prompt + response tokens."""
-
-    prompt: int
-    response: int
-    rows: int  # of one micro-batch of the update
-    scored_rows: int  # of one forward pass that scores
-    recompute: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.response
-
-
-SCORED = 4  # micro-batches that a CPU worker scores at once: without a graph so many more rows fit
-
-
-def batch_of(recipe: Recipe, world: int) -> Batch:
-    """The batch shapes of one worker of a recipe."""
-    answers = share(recipe.dapo.train_batch_size * recipe.rollout.samples, world)
-    scored = recipe.dapo.micro_batch_size * (SCORED if recipe.rollout.engine == "cpu" else 1)
-    return Batch(
-        prompt=recipe.data.max_prompt_tokens,
-        response=recipe.data.max_response_tokens,
-        rows=min(recipe.dapo.micro_batch_size, answers),
-        scored_rows=min(scored, answers),
-        recompute=recipe.parallel.recompute == "full",
-    )
-
-
-@dataclass(frozen=True)
-class Worker:
-    """Exact bytes of the tensors that one worker holds."""
-
-    weights: int
-    buffers: int
-    gradients: int  # from the first backward to the end of the update
-    optimizer: int  # from the first step on
-    update_logits: int  # the last layer's output of one micro-batch
-    score_logits: int
+def expected(_recipe: Recipe, a: Architecture, b: Batch, world: int, rank: int) -> Expected:
+    """What worker `rank` of `world` holds, and how its phases make it grow."""
+    growths = {"log_prob": score_growth(a, b), "update": update_growth(a, b, world)}
+    return Expected(tensors(a, b, world, rank), growths)
 
 
 def shard_rows(weight: Weight, world: int, rank: int) -> int:
@@ -73,12 +34,12 @@ def shard_rows(weight: Weight, world: int, rank: int) -> int:
     return rows * (weight.size // first)
 
 
-def worker(a: Architecture, b: Batch, world: int, rank: int, compute_bytes: int = FLOAT) -> Worker:
+def tensors(a: Architecture, b: Batch, world: int, rank: int) -> Tensors:
     """What worker `rank` of `world` holds."""
     trained = [weight for _, weight in a.tensors() if weight.trained]
     elements = sum(shard_rows(weight, world, rank) for weight in trained)
-    logit = compute_bytes * a.vocabulary
-    return Worker(
+    logit = FLOAT * a.vocabulary
+    return Tensors(
         weights=FLOAT * elements,
         buffers=_buffers(a),
         gradients=FLOAT * elements,
@@ -136,17 +97,6 @@ def activation_bytes(a: Architecture, b: Batch) -> int:
     return FLOAT * tokens * (floats + 3 * a.hidden)  # and the embedding's output, the last norm twice
 
 
-@dataclass(frozen=True)
-class Growth:
-    """Resident growth of one phase over its beginning: by term, bytes."""
-
-    terms: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.terms.values())
-
-
 def live_floats(a: Architecture, dense: bool) -> int:
     """Floats per token alive at the highest moment of a layer without a graph; experts balanced."""
     if m := a.latent:
@@ -201,6 +151,6 @@ def update_growth(a: Architecture, b: Batch, world: int) -> Growth:
         {
             "activations": activation_bytes(a, b),
             highest: moments[highest],
-            "gradients": worker(a, b, world, 0).gradients,
+            "gradients": tensors(a, b, world, 0).gradients,
         }
     )
