@@ -114,3 +114,9 @@ def test_what_was_not_recorded_is_said_with_the_setting_that_records_it(tmp_path
     sides = [RunDir(tmp_path / name) for name in "ab"]
     text = auto.text(*sides, auto.walk(*sides))
     assert "probe.syncs: 3" in text and "bin/probe dump" in text and "no cause found; not examined: 2 data" in text
+
+
+def test_a_stress_test_that_was_cut_off_is_told(tmp_path):
+    run, base = recorded(tmp_path / "run"), recorded(tmp_path / "base")
+    (run.path / "stress.json").touch()
+    assert "stress.json is no result of bin/probe stress" in auto.text(run, base, auto.walk(run, base))

@@ -124,8 +124,11 @@ def _hardware(run: RunDir) -> Iterator[Finding]:
                 f"{each}: replicas have diverged, a device or a link computes wrongly", True, "bin/probe stress"
             )
     for file in results:
-        for reasons in json.loads(file.read_text())["verdict"]["odd"].values():
-            yield from (Finding(reason, True, "bin/probe stress") for reason in reasons)
+        try:
+            odd = json.loads(file.read_text())["verdict"]["odd"]
+        except (OSError, ValueError, KeyError):
+            raise Fault(f"{file} is no result of bin/probe stress --json; run it again") from None
+        yield from (Finding(reason, True, "bin/probe stress") for reasons in odd.values() for reason in reasons)
     if not results and not watched:
         raise Fault("no device was stressed and no sync watched; run bin/probe stress, or set probe.syncs: 3")
 
