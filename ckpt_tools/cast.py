@@ -6,9 +6,10 @@ config.json and the index come last, so that an unfinished target is no checkpoi
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_tools.checkpoint import read_checkpoint
@@ -54,6 +55,8 @@ class CastResult:
     left_files: tuple[str, ...]
     checked: int
     already: bool
+    foreign_files: tuple[str, ...] = ()
+    """Side files of a complete target that are not, or no longer, those of the source."""
 
     def as_dict(self) -> dict:
         return {key: getattr(self, key) for key in self.__slots__} | {"target": str(self.target)}
@@ -144,7 +147,14 @@ def _finished(plan: CastPlan) -> CastResult | None:
             return None
     if verify(plan.target).errors:
         return None
-    return _result(plan, [], tuple(state.get("side_files", ())), tuple(state.get("left_files", ())), 0, already=True)
+    side_files = tuple(state.get("side_files", ()))
+    foreign = tuple(file for file in side_files if not _same_file(plan.source / file, plan.target / file))
+    result = _result(plan, [], side_files, tuple(state.get("left_files", ())), 0, already=True)
+    return replace(result, foreign_files=foreign)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _write_shards(plan: CastPlan, workers: int, ray_address: str | None, progress: Progress | None) -> list[dict]:
@@ -245,7 +255,8 @@ def copy_side_files(source: Path, target: Path) -> tuple[tuple[str, ...], tuple[
 def describe(result: CastResult) -> list[str]:
     """The result in lines for a person."""
     if result.already:
-        return [f"{result.target}: complete and unchanged since it was proven; nothing to do"]
+        lines = [f"{result.target}: weights complete and unchanged since they were proven; nothing to do"]
+        return lines + [f"not the source's {file}: edited here, or of another model" for file in result.foreign_files]
     size = human(sum(shard.stat().st_size for shard in result.target.glob("*.safetensors")))
     lines = [
         f"{result.target}: {result.shards} shards, {size}; {result.written} written, {result.proven} proven again",

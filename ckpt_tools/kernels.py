@@ -1,4 +1,4 @@
-"""The two passes over bytes that must run at memory speed, compiled by numba.
+"""The passes over bytes that must run at memory speed, compiled by numba.
 
 The compiled code is kept in numba's cache (beside this file, or NUMBA_CACHE_DIR), so only the first run waits for it.
 """
@@ -23,20 +23,8 @@ def _compiled(function):
         return numba.njit(nogil=True, boundscheck=False)(function)
 
 
-def e4m3_values() -> np.ndarray:
-    """The 256 values of F8_E4M3 as float32: sign, 4 exponent bits (bias 7), 3 mantissa bits; 0x7f and 0xff are NaN."""
-    code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    value = np.where((code & 127) == 127, np.nan, value)
-    return np.where(code & 128, -value, value).astype(np.float32)
-
-
-E4M3 = e4m3_values()
-
-
 @_compiled
-def dequantise_into(codes, scales, rows_per_block, columns_per_block, out):
+def dequantise_into(codes, first_row, scales, rows_per_block, columns_per_block, out):
     """Fill `out` (uint16 bits of BF16) with `bfloat16(float32(code) * scale of its block)`.
 
     One pass, no temporaries, written so that LLVM makes vector instructions of the inner loop: every step stays in 32
@@ -44,7 +32,7 @@ def dequantise_into(codes, scales, rows_per_block, columns_per_block, out):
     float costs a hundred cycles on many processors. Twice as fast as a look-up in a table of 256 products per block.
 
     Args:
-        codes: uint8 [rows, columns], rows starting at a block boundary.
+        codes: uint8 [rows, columns]. first_row: position of codes[0] among the rows that the scales are for.
         scales: float32 [begun row blocks, begun column blocks].
         out: uint16 [rows, columns].
     """
@@ -52,7 +40,7 @@ def dequantise_into(codes, scales, rows_per_block, columns_per_block, out):
     rows, columns = codes.shape
     for row in range(rows):
         for column_block in range(scales.shape[1]):
-            scale = scales[row // rows_per_block, column_block]
+            scale = scales[(first_row + row) // rows_per_block, column_block]
             first = column_block * columns_per_block
             last = min(columns, first + columns_per_block)
             source, target = codes[row, first:last], out[row, first:last]
@@ -90,17 +78,6 @@ def mix_words(words, first):
         total += z ^ (z >> np.uint64(32))
         key += step
     return total
-
-
-def widen_scales(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Scales as float32; BF16 and F16 widen exactly."""
-    if dtype == "F32":
-        flat = np.frombuffer(data, "<f4")
-    elif dtype == "BF16":
-        flat = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        flat = np.frombuffer(data, "<f2").astype(np.float32)
-    return flat.astype(np.float32, copy=False).reshape(shape)
 
 
 @_compiled

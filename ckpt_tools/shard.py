@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 from ckpt_tools.checksum import PIECE, Checksum, pieces, read_exactly
 from ckpt_tools.errors import Fault
 from ckpt_tools.files import STATE_FOLDER, replacing, write_all, write_json
+from ckpt_tools.formats import widen
 from ckpt_tools.header import expected_bytes, parse_json
 from ckpt_tools.plan import Move, ShardJob, Span
 
@@ -25,7 +27,7 @@ def record_path(target: Path, file: str) -> Path:
 def cast_shard(job: ShardJob) -> dict:
     """Write one output shard beside its place, checksum what was written, fsync, rename, note it.
 
-    Memory: two pieces of 8 and 16 MB plus the shard's scales, whatever the size of the shard.
+    Memory: three pieces and a tensor's scales, whatever the size of the shard.
 
     Returns:
         the shard's record: stamp, size, time of the file, checksums by tensor, who did it and for how long.
@@ -46,10 +48,12 @@ def cast_shard(job: ShardJob) -> dict:
             stack.callback(os.close, opened[file])
         with replacing(target / job.file) as out:
             write_all(out, job.header)
-            buffer = np.empty(PIECE, np.uint8)
+            widest = max((move.source.shape[1] for move in job.moves if move.scale), default=0)
+            buffer = np.empty(max(PIECE, 4 * widest), np.uint8)
+            values = np.empty(buffer.size, np.uint16)
             for move in job.moves:
                 checksum = Checksum()
-                for piece in _output_pieces(move, job.block, opened, buffer):
+                for piece in _output_pieces(move, job.block, opened, buffer, values):
                     checksum.update(piece)
                     write_all(out, piece)
                 checksums[move.name] = checksum.hexdigest()
@@ -68,8 +72,14 @@ def cast_shard(job: ShardJob) -> dict:
     return record
 
 
-def _output_pieces(move: Move, block: tuple[int, int], opened: dict[str, int], buffer: np.ndarray):
-    """Yield the output bytes of one tensor, piece by piece: uint8 arrays of one reused buffer."""
+def _output_pieces(
+    move: Move, block: tuple[int, int], opened: dict[str, int], buffer: np.ndarray, values: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Yield the output bytes of one tensor, piece by piece: uint8 arrays of one of the reused buffers.
+
+    Args:
+        buffer: uint8 [n], at least four rows of the tensor. values: uint16 [n].
+    """
     span = move.source
     if move.scale is None:
         yield from pieces(opened[span.file], span.begin, span.end, buffer, span.file)
@@ -78,18 +88,13 @@ def _output_pieces(move: Move, block: tuple[int, int], opened: dict[str, int], b
 
     scales = read_scales(move.scale, opened[move.scale.file], move.name)
     rows, columns = span.shape
-    if rows * columns == 0:
-        return
-    blocks_per_piece = max(1, buffer.size // (block[0] * columns))
-    rows_per_piece = min(rows, blocks_per_piece * block[0])
-    codes = np.empty((rows_per_piece, columns), np.uint8)
-    values = np.empty((rows_per_piece, columns), np.uint16)
-    for first in range(0, rows, rows_per_piece):
-        count = min(rows_per_piece, rows - first)
-        read_exactly(opened[span.file], codes[:count].reshape(-1), span.begin + first * columns, span.file)
-        some_scales = scales[first // block[0] : -(-(first + count) // block[0])]
-        dequantise_into(codes[:count], some_scales, block[0], block[1], values[:count])
-        yield values[:count].reshape(-1).view(np.uint8)
+    at_once = buffer.size // max(1, columns) // 4 * 4  # four rows of BF16 are whole words of the checksum
+    for first in range(0, rows if columns else 0, at_once):
+        shape = min(at_once, rows - first), columns
+        count = shape[0] * columns
+        read_exactly(opened[span.file], buffer[:count], span.begin + first * columns, span.file)
+        dequantise_into(buffer[:count].reshape(shape), first, scales, *block, values[:count].reshape(shape))
+        yield values[:count].view(np.uint8)
 
 
 def read_scales(scale: Span, descriptor: int, name: str) -> np.ndarray:
@@ -98,11 +103,9 @@ def read_scales(scale: Span, descriptor: int, name: str) -> np.ndarray:
     Raises:
         Fault: one of them is not a positive finite number.
     """
-    from ckpt_tools.kernels import widen_scales
-
     data = np.empty(expected_bytes(scale.dtype, scale.shape), np.uint8)
     read_exactly(descriptor, data, scale.begin, scale.file)
-    scales = widen_scales(data.tobytes(), scale.dtype, scale.shape)
+    scales = widen(data, scale.dtype).reshape(scale.shape)
     bad = ~(np.isfinite(scales) & (scales > 0))
     if bad.any():
         row, column = np.argwhere(bad)[0]

@@ -17,6 +17,7 @@ from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.checksum import PIECE, read_exactly
 from ckpt_tools.errors import Fault
 from ckpt_tools.families import SCALE_SUFFIX
+from ckpt_tools.formats import E4M3, widen
 from ckpt_tools.header import BITS, Header, Tensor, element_count
 from ckpt_tools.plan import Span, span_of
 from ckpt_tools.quantization import block_of, quantization_of
@@ -24,7 +25,7 @@ from ckpt_tools.quantization import block_of, quantization_of
 FUSED = re.compile(r"^(?P<stem>.+\.experts)\.(?P<part>gate_up_proj|down_proj)(?:\.weight)?$")
 NUMBER_LAST = re.compile(r"^(?P<stem>.+\.experts)\.(?P<part>\w+)\.weight(?P<expert>\d{1,6})$")
 NUMPY = {
-    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"},
+    **{"F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"},
     **{"U64": "<u8", "U32": "<u4", "U16": "<u2"},
 }
 
@@ -100,10 +101,9 @@ def _parts(name: str, header: Header, tensor: Tensor) -> Iterator[tuple[str, Spa
 
 
 def row_groups(one: View, other: View) -> Iterator[tuple[int, int]]:
-    """Ranges of rows to read at a time from both: about one piece, beginning at block boundaries of both."""
-    step = np.lcm(one.block[0], other.block[0]).item()
+    """Ranges of rows to read at a time from both: about one piece."""
     widest = max(BITS[one.span.dtype], BITS[other.span.dtype]) // 8 or 1
-    count = max(1, PIECE // (max(1, one.columns) * widest) // step) * step
+    count = max(1, PIECE // (max(1, one.columns) * widest))
     for first in range(0, one.rows, count):
         yield first, min(one.rows, first + count)
 
@@ -120,15 +120,13 @@ def decode(view: View, data: np.ndarray, scales: np.ndarray | None, first: int, 
     """The values of some rows as float32 (float64 for wide types): [rows · columns]."""
     dtype = view.span.dtype
     if dtype == "F8_E4M3":
-        from ckpt_tools.kernels import E4M3, dequantise_into
+        from ckpt_tools.kernels import dequantise_into
 
         if scales is None:
             return E4M3[data]
         values = np.empty((last - first, view.columns), np.uint16)
-        some = scales[first // view.block[0] : -(-last // view.block[0])]
-        dequantise_into(data.reshape(values.shape), some, view.block[0], view.block[1], values)
-        return (values.reshape(-1).astype(np.uint32) << 16).view(np.float32)
-    if dtype == "BF16":
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    values = data.view(NUMPY.get(dtype, "u1"))
-    return values if dtype in ("F32", "F64") else values.astype(np.float64)
+        dequantise_into(data.reshape(values.shape), first, scales, view.block[0], view.block[1], values)
+        return widen(values.reshape(-1), "BF16")
+    if dtype in ("BF16", "F16", "F32"):
+        return widen(data, dtype)
+    return data.view(NUMPY.get(dtype, "u1")).astype(np.float64, copy=False)

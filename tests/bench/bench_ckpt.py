@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -48,18 +50,30 @@ def best_of(function: Callable[[], object], times: int = 3, before: Callable[[],
     return fastest
 
 
+def by_workers(function: Callable, source: Path, target: Path, times: int, cold: bool = False) -> dict[int, float]:
+    """Seconds of the fastest run with 1 and with 2 workers, each into an empty folder, `cold` from the disk itself."""
+
+    def clear() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        if cold:
+            forget(source)
+
+    return {workers: best_of(partial(function, source, target, workers), times, clear) for workers in (1, 2)}
+
+
 def speed(count: int, seconds: float) -> str:
     return f"{count / seconds / 1e9:.2f} GB/s"
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
-    """Write an FP8 model of matrices [2048, 7168] in shards of 16; returns its FP8 bytes."""
+    """Write an FP8 model of matrices [2048, 7168] in shards of 16, an even number of them; returns its FP8 bytes."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     codes = generator.integers(0, 126, (ROWS, COLUMNS), dtype=np.uint8).tobytes()
     scales = generator.uniform(1e-4, 1e-3, (ROWS // 128, COLUMNS // 128)).astype("<f4").tobytes()
     count = max(2, round(gigabytes * 1e9 / len(codes)))
-    shards = max(2, round(count / 16))
+    shards = 2 * max(1, round(count / 32))  # with an odd one, two workers could not be twice as fast as one
     weight_map, total = {}, 0
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
@@ -95,18 +109,8 @@ def forget(folder: Path) -> None:
 
 
 def command_cast(source: Path, target: Path, workers: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ckpt_tools",
-        "cast",
-        str(source),
-        str(target),
-        "--workers",
-        str(workers),
-        "--json",
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "ckpt_tools", "cast", str(source), str(target)]
+    subprocess.run([*command, "--workers", str(workers), "--json"], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 PLAIN_SCRIPT = """
@@ -128,20 +132,13 @@ PEER_SCRIPT = """
 import sys, torch
 torch.set_num_threads(1)
 from compressed_tensors.entrypoints.convert import convert_checkpoint, FP8BlockDequantizer
-convert_checkpoint(sys.argv[1], sys.argv[2], FP8BlockDequantizer(targets=[r"re:.*"]), max_workers=1)
+convert_checkpoint(sys.argv[1], sys.argv[2], FP8BlockDequantizer(targets=[r"re:.*"]), max_workers=int(sys.argv[3]))
 """
 
 
-def script_cast(script: str, source: Path, target: Path) -> None:
-    subprocess.run([sys.executable, "-c", script, str(source), str(target)], check=True, capture_output=True)
-
-
-def fresh(folder: Path) -> Callable[[], None]:
-    def clear() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-
-    return clear
+def script_cast(script: str, source: Path, target: Path, workers: int = 1) -> None:
+    command = [sys.executable, "-c", script, str(source), str(target), str(workers)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def measure_memory() -> list[Row]:
@@ -165,9 +162,9 @@ def measure_memory() -> list[Row]:
         wide = weight.float().view(ROWS // 128, 128, COLUMNS // 128, 128)
         return wide.mul_(scale[:, None, :, None]).view(ROWS, COLUMNS).to(torch.bfloat16)
 
-    dequantise_into(codes, scales, 128, 128, out)
+    dequantise_into(codes, 0, scales, 128, 128, out)
     assert plain().view(torch.int16).numpy().tobytes() == out.tobytes(), "the loop and the formula disagree"
-    ours = best_of(lambda: dequantise_into(codes, scales, 128, 128, out), 15)
+    ours = best_of(lambda: dequantise_into(codes, 0, scales, 128, 128, out), 15)
     theirs, better = best_of(plain, 5), best_of(blocked, 5)
     copied = best_of(lambda: np.copyto(other, out), 15)
     count = codes.nbytes
@@ -181,46 +178,51 @@ def measure_memory() -> list[Row]:
 
 def measure_tmpfs(folder: Path, gigabytes: float) -> list[Row]:
     """The whole command on tmpfs: against a plain script, the peer if it is installed, and with 2 workers."""
-    source, target = folder / "fp8", folder / "bf16"
+    source, target, small = folder / "fp8", folder / "bf16", folder / "small"
     count = write_model(source, gigabytes)
-    one = best_of(lambda: command_cast(source, target, 1), 2, fresh(target))
+    write_model(small, 0)
+    fixed = by_workers(command_cast, small, target, 3)
+    ours = by_workers(command_cast, source, target, 3)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     shard = max(path.stat().st_size for path in target.glob("*.safetensors"))
-    two = best_of(lambda: command_cast(source, target, 2), 2, fresh(target))
-    start = best_of(lambda: subprocess.run([sys.executable, "-c", "import torch, numba"], check=True), 2)
+    copied = by_workers(copy_bytes, source, target, 3)
     shutil.rmtree(target)
-    plain = best_of(lambda: script_cast(PLAIN_SCRIPT, source, target), 1, fresh(target))
+    target.mkdir()
+    plain = best_of(partial(script_cast, PLAIN_SCRIPT, source, target), 1)
+    apart = (ours[1] - fixed[1]) / (ours[2] - fixed[2])
     rows = [
-        ("cast command, tmpfs, 1 worker", speed(count, one), f"{plain / one:.1f}x plain script", "4x"),
-        (
-            "cast command, tmpfs, 2 workers",
-            speed(count, two),
-            f"{(one - start) / (two - start):.2f}x, start-up apart",
-            "1.8x",
-        ),
-        ("  start-up alone (torch, numba)", f"{start:.2f} s", "", ""),
-        ("  peak memory, 1 worker", f"{peak / 1e6:.0f} MB", f"{peak / shard:.2f} shards of {shard / 1e6:.0f} MB", "2"),
+        ("cast command, tmpfs, 1 worker", speed(count, ours[1]), f"{plain / ours[1]:.1f}x plain script", ""),
+        ("cast command, tmpfs, 2 workers", speed(count, ours[2]), f"{ours[1] / ours[2]:.2f}x 1 worker", "1.8x"),
+        ("  fixed cost, 1 and 2 workers", f"{fixed[1]:.2f}, {fixed[2]:.2f} s", f"without it {apart:.2f}x", "1.8x"),
+        ("  copy of the bytes in and out", speed(count, copied[1]), f"2 copies: {copied[1] / copied[2]:.2f}x", ""),
+        ("  peak memory of a worker", f"{peak / 1e6:.0f} MB", f"{peak / shard:.2f} of an output shard", "2"),
     ]
     try:
-        peer = best_of(lambda: script_cast(PEER_SCRIPT, source, target), 1, fresh(target))
-        rows.append(("  compressed-tensors, 1 worker", speed(count, peer), f"ours is {peer / one:.1f}x", "4x"))
+        peer = by_workers(partial(script_cast, PEER_SCRIPT), source, target, 1)
     except subprocess.CalledProcessError as error:
         reason = error.stderr.decode(errors="replace").strip().splitlines()[-1][:60]
-        rows.append(("  compressed-tensors, 1 worker", "not measured", reason, "4x"))
+        rows.append(("  compressed-tensors", "not measured", reason, "4x"))
+    else:
+        for workers, seconds in peer.items():
+            ratio = f"ours is {seconds / ours[workers]:.1f}x"
+            rows.append((f"  compressed-tensors, {workers} workers", speed(count, seconds), ratio, "4x"))
     shutil.rmtree(folder)
     return rows
 
 
-def copy_bytes(source: Path, target: Path) -> None:
-    """Read the FP8 bytes and write as many bytes as the BF16 model has: what a cast cannot avoid."""
-    target.mkdir(exist_ok=True)
-    buffer = bytearray(8 << 20)
-    for path in sorted(source.glob("*.safetensors")):
-        with path.open("rb", buffering=0) as file, (target / path.name).open("wb", buffering=0) as out:
-            while count := file.readinto(buffer):
-                out.write(memoryview(buffer)[:count])
-                out.write(memoryview(buffer)[:count])
-            os.fsync(out.fileno())
+def copy_shard(path: Path, target: Path) -> None:
+    """Read a shard and write it twice into one file, fsync: the bytes that a cast moves, without the arithmetic."""
+    buffer = bytearray(1 << 20)
+    with path.open("rb", buffering=0) as file, (target / path.name).open("wb", buffering=0) as out:
+        while count := file.readinto(buffer):
+            out.write(memoryview(buffer)[:count])
+            out.write(memoryview(buffer)[:count])
+        os.fsync(out.fileno())
+
+
+def copy_bytes(source: Path, target: Path, workers: int = 1) -> None:
+    with get_context("fork").Pool(workers) as pool:
+        pool.starmap(copy_shard, [(path, target) for path in sorted(source.glob("*.safetensors"))], chunksize=1)
 
 
 def read_bytes(folder: Path) -> None:
@@ -235,8 +237,8 @@ def measure_disk(folder: Path, gigabytes: float) -> list[Row]:
     """Against what the disk itself can do: a cast and a copy of its bytes, diff and deep verify and a plain read."""
     source, target, copy = folder / "fp8", folder / "bf16", folder / "copy"
     count = write_model(source, gigabytes)
-    copied = best_of(lambda: copy_bytes(source, copy), 2, lambda: (fresh(copy)(), forget(source)))
-    cast = best_of(lambda: command_cast(source, target, 2), 2, lambda: (fresh(target)(), forget(source)))
+    copied = by_workers(copy_bytes, source, copy, 2, cold=True)
+    cast = by_workers(command_cast, source, target, 2, cold=True)
     shutil.rmtree(copy)
     shutil.copytree(target, copy)
     size = read_checkpoint(target).nbytes
@@ -244,16 +246,16 @@ def measure_disk(folder: Path, gigabytes: float) -> list[Row]:
     deep = best_of(lambda: read_all(read_checkpoint(target), 2), 2, lambda: forget(target))
     compared = best_of(lambda: diff(target, copy), 2, lambda: (forget(target), forget(copy)))
     shutil.rmtree(folder)
+    rows = []
+    for n in (1, 2):
+        ratio = f"{copied[n] / cast[n]:.2f} of such a copy"
+        rows.append((f"cast command, disk, {n} workers", speed(count, cast[n]), ratio, "0.9"))
+        rows.append((f"  copy of the bytes in and out, {n} processes", speed(count, copied[n]), "", ""))
+    ratio = f"{2 * read / compared:.2f} of a plain read"
     return [
-        ("cast command, disk, 2 workers", speed(count, cast), f"{copied / cast:.2f} of a copy of its bytes", "0.9"),
-        ("  copy of the bytes in and out", speed(count, copied), "", ""),
+        *rows,
         ("verify --deep, disk", speed(size, deep), f"{read / deep:.2f} of a plain read", "0.7"),
-        (
-            "diff of two BF16 models, disk",
-            speed(2 * size, compared),
-            f"{2 * read / compared:.2f} of a plain read",
-            "0.7",
-        ),
+        ("diff of two BF16 models, disk", speed(2 * size, compared), ratio, "0.7"),
         ("  plain read", speed(size, read), "", ""),
     ]
 

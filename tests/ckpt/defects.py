@@ -1,7 +1,7 @@
 """Seeded defects: each damages a sound miniature checkpoint in one way that was met in the field.
 
-`SEEDED` maps the kind of finding that `ckpt verify` must report to the ways of causing it. Letters and numbers name
-the public reports.
+`SEEDED` maps the kind of finding that `ckpt verify` must report to the ways of causing it. Letters and numbers are
+those of the field reports in docs/ckpt.md.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_nan_in_the_same_places_is_equal(pair):
 
 
 def test_missing_keys_and_shapes_are_reported(pair):
-    """PAINS C16: a merged model that is smaller than the original, with no error."""
+    """Report C16: a merged model that is smaller than the original, with no error."""
     edit_shard(pair[0], FIRST, remove_where("layers.0.self_attn.o_proj"))
     edit_shard(pair[0], FIRST, put(NORM, "BF16", np.zeros(8, "<u2")))
     result = diff(*pair)
@@ -91,7 +91,7 @@ def test_an_fp8_checkpoint_equals_its_cast(tmp_path):
 
 
 def test_experts_numbered_last_are_recognised(pair):
-    """PAINS C16, verl#4338: experts.gate_proj.weight0 is experts.0.gate_proj.weight."""
+    """Report C16, verl#4338: experts.gate_proj.weight0 is experts.0.gate_proj.weight."""
     edit_all(pair[0], rename_where("experts.0.gate_proj.weight", "experts.gate_proj.weight0"))
     result = diff(*pair)
     nothing_but(result)
@@ -123,7 +123,7 @@ def test_fused_experts_are_compared_one_by_one(tmp_path):
 
 
 def test_a_tied_head_is_compared_with_the_others_lm_head(pair):
-    """PAINS D12: lm_head in one file set, not in the other."""
+    """Report D12: lm_head in one file set, not in the other."""
     edit_all(pair[0], remove_where("lm_head"))
     edit_config(pair[0], tie_word_embeddings=True)
     (change,) = diff(*pair).changed

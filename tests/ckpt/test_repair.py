@@ -8,18 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from defects import FIRST, INV_FREQ, edit_header, edit_shard, list_also, put, reindex
+from defects import THIRD as LAST
 from tiny_checkpoints import deepseek, read_weight_map, tree_bytes, write_index, write_shard
 
 from ckpt_tools.checkpoint import read_checkpoint
 from ckpt_tools.errors import Fault, UsageFault
-from ckpt_tools.header import read_header
 from ckpt_tools.repair import repair, undo
 from ckpt_tools.repair_plan import Wishes, compile_patterns, plan_repair
 from ckpt_tools.verify import verify
-
-INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
-FIRST, LAST = "model-00001-of-000003.safetensors", "model-00003-of-000003.safetensors"
 
 
 def mend(folder: Path, **wishes) -> tuple[str, ...]:
@@ -29,8 +28,8 @@ def mend(folder: Path, **wishes) -> tuple[str, ...]:
 
 
 def damage_stale_key(folder: Path) -> None:
-    """PAINS D1: the index lists a buffer that no shard holds."""
-    write_index(folder, read_weight_map(folder) | {INV_FREQ: FIRST}, read_checkpoint(folder).nbytes)
+    """Report D1: the index lists a buffer that no shard holds."""
+    list_also(folder, INV_FREQ)
 
 
 def damage_unlisted_tensor(folder: Path) -> None:
@@ -40,7 +39,7 @@ def damage_unlisted_tensor(folder: Path) -> None:
 
 
 def damage_total_size(folder: Path) -> None:
-    """PAINS D6: layers stripped, total_size left."""
+    """Report D6: layers stripped, total_size left."""
     write_index(folder, read_weight_map(folder), 1)
 
 
@@ -49,14 +48,8 @@ def damage_wrong_file(folder: Path) -> None:
 
 
 def damage_format(folder: Path) -> None:
-    """PAINS D8: a shard without metadata."""
-    path = folder / FIRST
-    header = read_header(path)
-    data = path.read_bytes()
-    text = json.loads(data[8 : header.data_start])
-    del text["__metadata__"]
-    short = json.dumps(text).encode()
-    path.write_bytes(len(short).to_bytes(8, "little") + short + data[header.data_start :])
+    """Report D8: a shard without metadata."""
+    edit_header(folder / FIRST, lambda header: header.pop("__metadata__") and None)
 
 
 def damage_empty_shard(folder: Path) -> None:
@@ -65,22 +58,11 @@ def damage_empty_shard(folder: Path) -> None:
             folder / f"model-{number + 1:05d}-of-000004.safetensors"
         )
     write_shard(folder / "model-00001-of-000004.safetensors", {})
-    weight_map = {name: file for file, h in read_checkpoint(folder).headers.items() for name in h.tensors}
-    write_index(folder, weight_map, read_checkpoint(folder).nbytes)
+    reindex(folder)
 
 
 def damage_leftover_scales(folder: Path) -> None:
-    import numpy as np
-
-    path = folder / LAST
-    header = read_header(path)
-    data = path.read_bytes()[header.data_start :]
-    tensors = {t.name: (t.dtype, np.frombuffer(data[t.begin : t.end], np.uint8)) for t in header.tensors.values()}
-    shapes = {t.name: t.shape for t in header.tensors.values()}
-    tensors = {n: (d, a.view({"BF16": "<u2", "F32": "<f4"}[d]).reshape(shapes[n])) for n, (d, a) in tensors.items()}
-    scale = "model.layers.2.self_attn.o_proj.weight_scale_inv"
-    write_shard(path, tensors | {scale: ("F32", np.ones((2, 1), "<f4"))})
-    write_index(folder, read_weight_map(folder) | {scale: LAST}, read_checkpoint(folder).nbytes)
+    edit_shard(folder, LAST, put("model.layers.2.self_attn.o_proj.weight_scale_inv", "F32", np.ones((2, 1), "<f4")))
 
 
 def damage_lost_index(folder: Path) -> None:
@@ -178,6 +160,28 @@ def test_a_kept_buffer_that_no_shard_holds_is_refused(folder):
     damage_stale_key(folder)
     with pytest.raises(Fault, match="held by no shard"):
         mend(folder, keep=compile_patterns(("inv_freq",)))
+
+
+def test_a_dropped_buffer_can_be_spared_and_comes_back(folder):
+    """Report D13: one loader demands inv_freq, another drops it; so dropping is chosen by name and can be undone."""
+    other = INV_FREQ.replace("layers.1", "layers.2")
+    for name in (INV_FREQ, other):
+        edit_shard(folder, LAST, put(name, "F32", np.ones(8, "<f4")))
+    before = tree_bytes(folder)
+    mend(folder, drop=compile_patterns(("inv_freq",)), keep=compile_patterns((r"layers\.1\.",)))
+    assert {name for name in read_weight_map(folder) if "inv_freq" in name} == {INV_FREQ}
+    undo(folder)
+    assert tree_bytes(folder) == before
+
+
+def test_a_mapped_file_keeps_its_bytes_while_the_checkpoint_is_repaired(folder):
+    """Report D14: a save over a file that is mapped as the source of the data corrupts both."""
+    damage_format(folder)
+    before = (folder / FIRST).read_bytes()
+    mapped = np.memmap(folder / FIRST, np.uint8, "r")
+    mend(folder)
+    assert (folder / FIRST).read_bytes() != before
+    assert mapped.tobytes() == before
 
 
 def test_an_index_is_not_rebuilt_when_a_numbered_shard_is_missing(folder):

@@ -77,7 +77,7 @@ def test_the_guide_explains_every_kind_of_finding():
 
 
 def test_a_truncated_file_is_named_with_expected_and_found_size(tmp_path):
-    """PAINS D11: the loader's message names neither."""
+    """Report D11: the loader's message names neither."""
     folder = deepseek(tmp_path / "model", fp8=False)
     size = (folder / FIRST).stat().st_size
     edit_bytes(folder / FIRST, lambda data: data[:-8])
@@ -87,7 +87,7 @@ def test_a_truncated_file_is_named_with_expected_and_found_size(tmp_path):
 
 
 def test_tied_embeddings_may_leave_out_lm_head(tmp_path):
-    """PAINS D12: absent because tied is not missing."""
+    """Report D12: absent because tied is not missing."""
     folder = deepseek(tmp_path / "model", fp8=False, tie_word_embeddings=True)
     assert "lm_head.weight" not in read_weight_map(folder)
     report = verify(folder)
@@ -96,7 +96,7 @@ def test_tied_embeddings_may_leave_out_lm_head(tmp_path):
 
 
 def test_zero_size_and_scalar_tensors_are_legal(tmp_path):
-    """PAINS D14."""
+    """Report D14: a reader that divides by the element count fails on them."""
     tensors = {"scalar": ("F32", np.float32(3).reshape(())), "none": ("BF16", np.zeros((0, 7), "<u2"))}
     folder = write_checkpoint(tmp_path / "model", [tensors], {"model_type": "other"})
     assert verify(folder).findings == []
@@ -158,6 +158,19 @@ def test_help_answers_without_loading_anything_heavy():
     assert run.stdout.endswith("set()\n")
 
 
-def test_the_package_imports_nothing_of_the_project():
+def test_the_package_needs_nothing_of_the_project_and_no_torch():
+    """Report E3: a cast needs no device, no Triton, and no framework at all."""
     sources = "".join(path.read_text() for path in (ROOT / "ckpt_tools").glob("*.py"))
     assert "atlasrl" not in sources
+    assert not re.search(r"^\s*(?:import|from) (?:torch|triton|safetensors|transformers)\b", sources, re.MULTILINE)
+
+
+def test_every_field_report_of_the_guide_has_its_test():
+    guide = (ROOT / "docs" / "ckpt.md").read_text()
+    rows = re.findall(r"^\| ([CDE]\d+) \|.*\| (.+) \|$", guide, re.MULTILINE)
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
+    assert len(rows) >= 20
+    for report, names in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert f"def {name}(" in tests or f'"{name}": [' in tests, f"{report}: {name}"
+        assert "`" in names, report
