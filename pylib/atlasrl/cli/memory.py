@@ -111,8 +111,9 @@ def profile(folder, phases, recipe, nodes, config, top, as_json):
 
     if (folder / "plan.json").is_file():
         from atlasrl.memory import verdict
+        from atlasrl.rundir import RunDir
 
-        click.echo("\n".join(verdict.of_run(folder, config)))
+        click.echo("\n".join(verdict.of_run(RunDir(folder), config)))
         return
     if folder.suffix in {".pickle", ".pkl"}:
         click.echo(report.snapshot_text(snapshot.read(folder), top))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def compare(recipe: Recipe, a: Architecture, records: list[list[dict]]) -> Itera
         yield Comparison(rank, sizes, growths)
 
 
-def lines(comparisons: Iterator[Comparison]) -> Iterator[str]:
+def lines(comparisons: Iterable[Comparison]) -> Iterator[str]:
     """Measured against predicted, worker by worker, for a person."""
     for worker in comparisons:
         for kind, (found, size) in worker.tensors.items():
