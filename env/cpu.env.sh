@@ -6,6 +6,7 @@ export HF_HUB_OFFLINE=1  # a job never downloads: its inputs are checked before 
 export TRANSFORMERS_VERBOSITY=error  # warnings of 100 workers hide the one line that matters
 export RAY_USAGE_STATS_ENABLED=0  # no telemetry from a batch job
 export RAY_worker_niceness=0  # Ray gives workers niceness 15: here the workers are the job, nobody goes before them
+export RAY_prestart_worker_first_driver=0  # idle workers that no actor of verl could use: they lack its runtime environment
 export RAY_DEDUP_LOGS=0  # identical lines from several ranks are information
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0  # else `ray start --block` drains for up to 30 s at the end
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0  # Ray's future default, and silences one warning per worker

@@ -4,6 +4,7 @@ export TOKENIZERS_PARALLELISM=false  # forked tokenizer threads dead-lock in Ray
 export HF_HUB_OFFLINE=1  # a job never downloads: its inputs are checked before it starts
 export RAY_USAGE_STATS_ENABLED=0  # no telemetry from a batch job
 export RAY_worker_niceness=0  # Ray gives workers niceness 15: here the workers are the job, nobody goes before them
+export RAY_prestart_worker_first_driver=0  # idle workers that no actor of verl could use: they lack its runtime environment
 export RAY_DEDUP_LOGS=0  # identical lines from several ranks are information
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0  # else `ray start --block` drains for up to 30 s at the end
 export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1  # verl places devices itself; ray PR 59163, verl issue 6741

@@ -79,10 +79,7 @@ def identity(pid: int) -> dict | None:
 def is_alive(who: dict | None) -> bool:
     """Whether the process that `identity` named still runs (a zombie does not)."""
     process = _process(who)
-    try:
-        return process is not None and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return process is not None and _runs(process)
 
 
 def _process(who: dict | None) -> psutil.Process | None:
@@ -112,11 +109,26 @@ def end(processes: Sequence[psutil.Process], patience: float) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, left = psutil.wait_procs(processes, timeout=patience)
+    left = _wait_for_end(processes, patience)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=10)
+    _wait_for_end(left, 10)
+
+
+def _wait_for_end(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run in the end. A zombie has ended: psutil would wait for its parent to collect it."""
+    limit = time.monotonic() + seconds
+    while (left := [each for each in processes if _runs(each)]) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_tree(root: subprocess.Popen, patience: float) -> None:
@@ -136,7 +148,7 @@ def end_descendants(patience: float, deadline: float = 30) -> int:
     """
     ended, limit = 0, time.monotonic() + deadline
     while time.monotonic() < limit:
-        children = [c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
+        children = [child for child in psutil.Process().children(recursive=True) if _runs(child)]
         if not children:
             break
         ended += len(children)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from atlasrl import processes
 from atlasrl.errors import Fault
 from atlasrl.logs import last_line
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 # verl reserves 3 CPUs in each placement bundle (max_colocate_count) and the driver and the cast tasks need some.
 CPUS_PER_DEVICE, CPUS_BESIDE = 3, 4
 STARTED = b"Ray runtime started"  # what `ray start` prints once its daemons are up
-PATIENCE_SECONDS = 5
+PATIENCE_SECONDS = 1  # what Ray's own shutdown allows a process; the GCS would sit out any number
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ class Daemon:
         self._start()
 
     def close(self) -> None:
-        processes.end_tree(self._process, PATIENCE_SECONDS)
+        """End Ray's processes before the `ray start` that minds them, which waits seconds for one after the other."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.end(psutil.Process(self._process.pid).children(recursive=True), PATIENCE_SECONDS)
+        processes.end_tree(self._process, patience=0)
 
 
 class Watch:
