@@ -87,3 +87,6 @@ def test_a_vllm_engine_is_built_as_verl_builds_it():
     assert arguments["enable_expert_parallel"] and arguments["enforce_eager"]
     assert arguments["max_model_len"] == recipe.data.max_prompt_tokens + recipe.data.max_response_tokens
     assert infer.data_ranks(recipe) * recipe.rollout.tensor == recipe.rollout.expert
+    graph = recipes.load("deepseek-v3-671b-dapo", ["rollout.graph=torchair"])
+    arguments = infer.vllm_arguments(graph, "/model")
+    assert not arguments["enforce_eager"] and arguments["additional_config"]["torchair_graph_config"]["enabled"]

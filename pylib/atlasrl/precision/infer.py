@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atlasrl.errors import Fault
-from atlasrl.recipe import Recipe
+from atlasrl.recipe import Recipe, Rollout
+from atlasrl.trainer import overrides
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,22 @@ def vllm_arguments(recipe: Recipe, model: str) -> dict:
         "distributed_executor_backend": "mp" if rollout.tensor > 1 else None,
         "gpu_memory_utilization": rollout.memory_fraction,
         "max_model_len": data.max_prompt_tokens + data.max_response_tokens,
-        "enforce_eager": recipe.device == "npu",
         "trust_remote_code": recipe.model.trust_remote_code,
         "load_format": "auto",
         "seed": 0,
+        **(_npu_arguments(rollout) if recipe.device == "npu" else {}),
     }
+
+
+def _npu_arguments(rollout: Rollout) -> dict:
+    """What verl is told of vllm-ascend, as the engine itself takes it."""
+    from omegaconf import OmegaConf
+
+    told = OmegaConf.create()
+    for setting in overrides.npu_engine(rollout):
+        key = setting.key.lstrip("+").removeprefix(f"{overrides.ROLLOUT}.").removeprefix("engine_kwargs.vllm.")
+        OmegaConf.update(told, key, setting.value)
+    return OmegaConf.to_container(told)
 
 
 def data_ranks(recipe: Recipe) -> int:

@@ -224,11 +224,11 @@ def _rollout(recipe: Recipe, world: int) -> list[Override]:
     else:
         longest = recipe.data.max_prompt_tokens + recipe.data.max_response_tokens
         settings.append(Override(MODEL_LENGTH, longest, "longest prompt + answer, not the model's own limit"))
-        settings += _npu_engine(rollout) if recipe.device == "npu" else []
+        settings += npu_engine(rollout) if recipe.device == "npu" else []
     return settings
 
 
-def _npu_engine(rollout: Rollout) -> list[Override]:
+def npu_engine(rollout: Rollout) -> list[Override]:
     """Graph mode and prefill of vllm-ascend; its own options are `additional_config` of the engine."""
     option, asked = f"++{ROLLOUT}.engine_kwargs.vllm.additional_config", "recipe: rollout.graph"
     settings = []
