@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import psutil
 
@@ -115,22 +115,31 @@ class Watch:
     """
 
     def __init__(self, address: str, env: dict[str, str], log: Path):
+        self._address, self._env, self._log = address, env, log
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._process = processes.spawn(
-            [sys.executable, "-m", "atlasrl.rayprobe", address], env=env, log=log, stdout=subprocess.PIPE, text=True
-        )
         self.alive: dict[str, dict[str, float]] | None = None
-        threading.Thread(target=self._read, daemon=True).start()
+        self._start()
 
-    def _read(self) -> None:
-        for line in self._process.stdout:
+    def _start(self) -> None:
+        words = [sys.executable, "-m", "atlasrl.rayprobe", self._address]
+        self._process = processes.spawn(words, env=self._env, log=self._log, stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
             if line.startswith('{"alive"'):  # Ray prints news of dead nodes to the same stream
                 self._lines.put(line)
 
     def look(self) -> None:
-        """Take in what the probe has said since the last look."""
+        """Take in what the probe has said since the last look.
+
+        A probe that gave up before it saw a node is started again: it waits a minute for the GCS, then seconds for the
+        head's raylet, which may need another try.
+        """
         while not self._lines.empty():
             self.alive = json.loads(self._lines.get())["alive"]
+        if self.alive is None and self.failed:
+            self._start()
 
     @property
     def failed(self) -> bool:
