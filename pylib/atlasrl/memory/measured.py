@@ -68,7 +68,7 @@ class Comparison:
 
 
 def compare(recipe: Recipe, a: Architecture, records: list[list[dict]]) -> Iterator[Comparison]:
-    """Every worker's records beside its prediction for rows as long as they were.
+    """Every worker's records beside its prediction for rows as long, and experts as busy, as they were.
 
     Of the growths the first step is left out: it also loads libraries and makes the optimizer's state.
 
@@ -78,7 +78,7 @@ def compare(recipe: Recipe, a: Architecture, records: list[list[dict]]) -> Itera
     for rank, own in enumerate(records):
 
         def predicted(record: dict, rank: int = rank) -> workers.Expected:
-            return workers.expected(recipe, a, len(records), rank, record["tokens"])
+            return workers.expected(recipe, a, len(records), rank, record["tokens"], record.get("routed"))
 
         found, longest = tensors(own), max(own, key=lambda record: record["tokens"])
         sizes = {kind: (found.get(kind, 0), size) for kind, size in asdict(predicted(longest).tensors).items()}

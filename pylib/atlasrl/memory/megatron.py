@@ -127,8 +127,13 @@ def _gated(sizes: dict[str, int], prefix: str, routed: bool) -> Iterator[tuple[i
     yield sizes[f"{prefix}.down_proj"], routed
 
 
-def layer_floats(a: Architecture, tokens: int, dense: bool) -> int:
-    """Floats per token that autograd keeps of one layer, in rows of `tokens` tokens; experts balanced.
+def _routed(a: Architecture, b: Batch, rows: int) -> float:
+    """Tokens that this worker's experts get for each of its own, in a pass of `rows` rows."""
+    return a.experts.top if b.routed is None else b.routed / (rows * b.tokens)
+
+
+def layer_floats(a: Architecture, b: Batch, dense: bool) -> float:
+    """Floats per token that autograd keeps of one layer.
 
     Per RMSNorm its input, its normalised input and its output; for attention q, k and v with their heads, the
     probabilities and the output; for SwiGLU gate and up as one, the activation and the product. A routed expert keeps
@@ -136,33 +141,37 @@ def layer_floats(a: Architecture, tokens: int, dense: bool) -> int:
     """
     m, e = a.latent, a.experts
     floats = 6 * a.hidden + 3 * m.q_rank + (m.kv_rank + m.rope) + 2 * m.kv_rank
-    floats += a.heads * (2 * m.query + 2 * m.value + tokens)
+    floats += a.heads * (2 * m.query + 2 * m.value + b.tokens)
     if dense:
         return floats + 4 * a.intermediate
-    return floats + e.top * (a.hidden + 5 * e.width) + 4 * e.shared_width + 3 * e.count + 8 * e.top
+    return floats + _routed(a, b, b.rows) * (a.hidden + 5 * e.width) + 4 * e.shared_width + 3 * e.count + 8 * e.top
 
 
 def activation_bytes(a: Architecture, b: Batch) -> int:
     """What one micro-batch keeps between forward and backward, without logits."""
-    kept = [layer_floats(a, b.tokens, a.is_dense(i)) for i in range(a.layers)]
+    kept = [layer_floats(a, b, a.is_dense(i)) for i in range(a.layers)]
     floats = a.layers * a.hidden + max(kept) if b.recompute else sum(kept)
-    return FLOAT * b.rows * b.tokens * (floats + 3 * a.hidden)  # and the last norm
+    return round(FLOAT * b.rows * b.tokens * (floats + 3 * a.hidden))  # and the last norm
 
 
 def score_growth(a: Architecture, b: Batch) -> Growth:
     """Forward without a graph: the largest layer, or afterwards logits, their copy and the softmax of the entropy."""
     logits = FLOAT * b.scored_rows * b.tokens * a.vocabulary
     entropy = {"logits": logits, "copy for the entropy": logits, "softmax": logits}
-    floats = max(_live_floats(a, b.tokens, dense) for dense in {a.is_dense(i) for i in range(a.layers)})
-    layer = {"one layer": FLOAT * b.scored_rows * b.tokens * floats}
+    floats = max(_live_floats(a, b, dense) for dense in {a.is_dense(i) for i in range(a.layers)})
+    layer = {"one layer": round(FLOAT * b.scored_rows * b.tokens * floats)}
     return Growth(max(entropy, layer, key=lambda terms: sum(terms.values())))
 
 
-def _live_floats(a: Architecture, tokens: int, dense: bool) -> int:
-    """Floats per token alive at the highest moment of a layer without a graph; experts balanced."""
+def _live_floats(a: Architecture, b: Batch, dense: bool) -> float:
+    """Floats per token alive at the highest moment of a layer without a graph.
+
+    Of a mixture: the input and output of this worker's experts, the output put back into the order of its arrival, what
+    returns from all workers, and their sum.
+    """
     m, e = a.latent, a.experts
-    attention = m.kv_rank + m.rope + a.heads * (3 * m.query + m.nope + 2 * m.value + 3 * tokens)
-    mlp = 4 * a.intermediate if dense else 4 * max(e.top * a.hidden, e.shared_width)
+    attention = m.kv_rank + m.rope + a.heads * (3 * m.query + m.nope + 2 * m.value + 3 * b.tokens)
+    mlp = 4 * a.intermediate if dense else a.hidden * (3 * _routed(a, b, b.scored_rows) + e.top + 1)
     return 2 * a.hidden + max(attention, mlp)
 
 

@@ -15,7 +15,7 @@ from atlasrl.errors import UsageFault
 from atlasrl.memory.job import MIB
 from atlasrl.rundir import AttemptDir, RunDir, read_json_lines
 
-SMALL = 64 * MIB  # processes that never held more are told as one line
+SMALL = 128 * MIB  # processes that never held more are told as one line
 
 
 @dataclass

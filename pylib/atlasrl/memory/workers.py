@@ -27,6 +27,7 @@ class Batch:
     rows: int  # of one micro-batch of the update
     scored_rows: int  # of one forward pass that scores
     recompute: bool = False
+    routed: int | None = None  # tokens that one layer's experts on this worker got; None: an equal share
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Expected:
     growths: dict[str, Growth]
 
 
-def batch_of(recipe: Recipe, world: int, tokens: int | None = None) -> Batch:
-    """The batch shapes of one worker of a recipe; `tokens` of the longest row where it is known to be shorter."""
+def batch_of(recipe: Recipe, world: int, tokens: int | None = None, routed: int | None = None) -> Batch:
+    """The batch shapes of one worker of a recipe; `tokens` of the longest row and `routed` where they are known."""
     answers = share(recipe.dapo.train_batch_size * recipe.rollout.samples, world)
     scored = recipe.dapo.micro_batch_size * (SCORED if recipe.rollout.engine == "cpu" else 1)
     return Batch(
@@ -70,11 +71,14 @@ def batch_of(recipe: Recipe, world: int, tokens: int | None = None) -> Batch:
         rows=min(recipe.dapo.micro_batch_size, answers),
         scored_rows=min(scored, answers),
         recompute=recipe.parallel.recompute == "full",
+        routed=routed,
     )
 
 
-def expected(recipe: Recipe, a: Architecture, world: int, rank: int, tokens: int | None = None) -> Expected:
-    """Predict worker `rank` of `world`.
+def expected(
+    recipe: Recipe, a: Architecture, world: int, rank: int, tokens: int | None = None, routed: int | None = None
+) -> Expected:
+    """Predict worker `rank` of `world`; see `Batch` for `tokens` and `routed`.
 
     Raises:
         UsageFault: a Megatron split or model that is not predicted.
@@ -82,4 +86,4 @@ def expected(recipe: Recipe, a: Architecture, world: int, rank: int, tokens: int
     from atlasrl.memory import fsdp2, megatron
 
     backend = fsdp2 if recipe.backend == "fsdp2" else megatron
-    return backend.expected(recipe, a, batch_of(recipe, world, tokens), world, rank)
+    return backend.expected(recipe, a, batch_of(recipe, world, tokens, routed), world, rank)

@@ -2,8 +2,8 @@
 recipe sets `probe.memory`.
 
 Every worker writes rank<R>.jsonl into the attempt's folder of workers, one line per phase: {"phase", "start", "peak",
-"end"} in resident bytes, "tokens" of the longest row, and the bytes of weights, gradients, optimizer state and logits
-as it finds them in its tensors. It reads and changes nothing else.
+"end"} in resident bytes, "tokens" of the longest row, "routed" tokens that the experts of one layer got here, and the
+bytes of weights, gradients, optimizer state and logits as it finds them in its tensors. It changes nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from atlasrl.memory import rss
@@ -23,7 +23,7 @@ from atlasrl.trainer.setup import MEMORY_FOLDER
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc, malloc.h
 
 _largest: dict[str, int] = {}
-"""Bytes of what lives only within a phase: kind -> most since the phase began."""
+"""What lives only within a phase: kind -> most since the phase began."""
 
 
 def fix_thresholds() -> None:
@@ -67,16 +67,12 @@ def stored(tensors: Iterable) -> int:
     return sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in tensors}.values())
 
 
-def watch_logits(last_layer) -> None:
-    """Note the output of the model's last layer."""
-    if getattr(last_layer, "_probed", False):
-        return
-    last_layer._probed = True
-
-    def hook(_layer, _inputs, output):
-        note("logits", size_of(output[0] if isinstance(output, tuple) else output))
-
-    last_layer.register_forward_hook(hook)
+def watch(module, kind: str, measure: Callable) -> None:
+    """Note `measure(inputs, output)` of every forward of a module."""
+    if not hasattr(module, "_probed"):
+        module._probed = module.register_forward_hook(
+            lambda _module, inputs, output: note(kind, measure(inputs, output))
+        )
 
 
 class Sharded:
@@ -84,7 +80,7 @@ class Sharded:
 
     def __init__(self, actor):
         self.actor = actor
-        watch_logits(actor.actor_module.get_output_embeddings())
+        watch(actor.actor_module.get_output_embeddings(), "logits", lambda _, output: size_of(output))
 
     def held(self) -> dict[str, int]:
         """Whole buffers and, from the first step on, this rank's optimizer state."""
@@ -109,7 +105,9 @@ class Megatron:
         for chunk in actor.actor_module:
             for name, module in chunk.named_modules():
                 if name.endswith("output_layer"):
-                    watch_logits(module)
+                    watch(module, "logits", lambda _, output: size_of(output[0]))
+                elif name.endswith("mlp.experts"):
+                    watch(module, "routed", lambda inputs, _: inputs[0].shape[0])
 
     def held(self) -> dict[str, int]:
         parameters = [p for chunk in self.actor.actor_module for p in chunk.parameters()]
