@@ -30,8 +30,10 @@ def train(path: Path, assets, **changes) -> tuple[RunDir, int, str]:
     run = write_plan(path, recipe_tree(assets, **changes), assets)
     command = [sys.executable, "-m", "atlasrl.trainer", str(run.path), "--attempt", "1"]
     environment = {**os.environ, "PYTHONPATH": str(PYLIB), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    return run, done.returncode, done.stdout + done.stderr
+    file = run.path / "log"
+    with file.open("w") as log:  # no pipe: what a Ray that did not come up leaves behind would hold it open
+        code = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=500).returncode
+    return run, code, file.read_text()
 
 
 def metric(run: RunDir, name: str) -> list[float]:

@@ -218,8 +218,8 @@ def _unexplained(top: Pair) -> tuple[str, str]:
         pair = pending.pop(0)
         if not _is_alike(pair):
             return pair[0].module, (
-                f"{pair[0].kind} calls other modules, or for other tokens, on the two sides: a router near a tie, or "
-                "other code"
+                f"{pair[0].kind} calls other modules, or for other tokens, on the two sides: other code, or a router "
+                "near a tie, behind which nothing smaller is seen; dump both sides with --dtype float32"
             )
         pending = [*_pairs(pair), *pending]
     return top[0].module, (
