@@ -15,6 +15,8 @@ from atlasrl.curves.comparison import Comparison, averaged, robust_deviation
 
 ROUNDING = 1e-6  # differences below it come from float32 sums, for example a KL of 0 and one of 1e-9
 
+SAME_WEIGHTS = 1e-4  # what float32 rounding makes of the gap between two engines that hold the same weights
+
 GARBLED = (
     "garbled rollout? Responses that all run into the limit never emit an end token: the rollout engine often holds "
     "other weights than the trainer (verl PR #4130: MLA with load_format=dummy on vllm-ascend). Read a few responses "
@@ -84,6 +86,12 @@ def median_ratio(c: Comparison) -> Measure | None:
     return Measure(float(np.median(np.abs(c.candidate))) / below, ratios)
 
 
+def times_baseline(c: Comparison) -> Measure:
+    """A gap that is rounding in the baseline and, though small, a multiple of rounding here."""
+    below = max(float(np.median(np.abs(c.baseline))), SAME_WEIGHTS)
+    return Measure(float(np.median(np.abs(c.candidate))) / below, averaged(np.abs(c.candidate), c.window) / below)
+
+
 def slope_of_both(c: Comparison) -> Measure | None:
     x = c.pair.x.astype(float)
     found = slopes.slope_ratio(x, c.candidate, c.baseline)
@@ -144,6 +152,7 @@ CHECKS = {
     "final_difference": Check("|mean c - mean b| over the last window", final_difference),
     "final_relative_difference": Check("|mean c - mean b| / mean |b|, last window", final_relative_difference, "%"),
     "median_ratio": Check("median |c| / median |b|", median_ratio, "x"),
+    "times_baseline": Check(f"median |c| / max(median |b|, {SAME_WEIGHTS:g})", times_baseline, "x"),
     "slope_ratio": Check("Theil-Sen slope of c / of b, 95 % bootstrap interval", slope_of_both, "x"),
     "outside_band": Check("share of points outside the band of the seeds", outside_band, "%"),
     "mean_value": Check("mean c", mean_value, alone=True),
