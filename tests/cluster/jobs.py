@@ -90,28 +90,27 @@ def train(
     name: str,
     *,
     nodes: int = 2,
-    light: bool = True,
     site: dict | None = None,
     runs: Path | None = None,
     **recipe,
 ) -> Job:
-    """Submit a run with bin/train on the login machine.
+    """Submit a run with the light trainer.
 
     Args:
-        light: with the light trainer; False: verl.
         site: changes to the cluster's site file, section by section.
         runs: where the run is made; default: the cluster's shared folder.
         recipe: changes to the small recipe; dotted keys with `__` for the dot.
     """
     file = cluster.shared / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe_tree(cluster, nodes=nodes, **recipe)))
-    answer = cluster.login(
-        str(ROOT / "bin" / "train"),
-        *(str(file), "--site", str(site_file(cluster, name, light, site or {}))),
-        *("--nodes", str(nodes), "--name", name, "--json", *(["--runs", str(runs)] if runs else [])),
-        ATLASRL_REAL_PYTHON=sys.executable,
-    )
-    told = json.loads(answer.stdout)
+    where = ["--runs", str(runs)] if runs else []
+    return submit(cluster, str(file), name, nodes, site_file(cluster, name, True, site or {}), *where)
+
+
+def submit(cluster: Cluster, recipe: str, name: str, nodes: int, site: Path, *options: str) -> Job:
+    """Submit a recipe, by name or file, with bin/train on the login machine."""
+    words = [recipe, "--site", str(site), "--nodes", str(nodes), "--name", name, "--json", *options]
+    told = json.loads(command(cluster, "train", *words).stdout)
     return Job(cluster, told["job"], RunDir(told["run"]))
 
 

@@ -1,4 +1,4 @@
-"""Pin one actor that takes all NPUs on each node of the Ray cluster, and ask each where it is."""
+"""Pin one actor that takes all NPUs on each node of the Ray cluster, ask each where it is, hold them for `finish`."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+HOLD_SECONDS = 300
+
 
 @ray.remote(num_cpus=0)
 class Where:
@@ -16,7 +18,7 @@ class Where:
         return ray.get_runtime_context().get_node_id()
 
 
-def main(run: str | None = None) -> None:
+def main(run: Path) -> None:
     started = time.monotonic()
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
     nodes = {node["NodeID"]: node["Resources"].get("NPU", 0) for node in ray.nodes() if node["Alive"]}
@@ -35,10 +37,11 @@ def main(run: str | None = None) -> None:
         "connect_seconds": round(connected - started, 1),
         "actor_seconds": round(time.monotonic() - connected, 1),
     }
-    print(json.dumps(told), flush=True)
-    if run:
-        (Path(run) / "pinned.json").write_text(json.dumps(told))
+    (run / "pinned.json").write_text(json.dumps(told))
+    limit = time.monotonic() + HOLD_SECONDS
+    while not (run / "finish").exists() and time.monotonic() < limit:
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(Path(sys.argv[1]))

@@ -28,10 +28,8 @@ def test_two_jobs_share_nodes_and_a_foreign_ray_survives_both(cluster, foreign_r
     before = foreign_ray()
     assert before
     left_before = {node: folders(cluster, node) for node in cluster.nodes}  # a node that lost its power cleaned nothing
-    site = {"slurm": {"exclusive": False, "cpus_per_node": 8}}
     jobs = [
-        train(cluster, name, nodes=2, steps=30, site={**site}, environment={"LIGHT_STEP_SECONDS": "0.5"})
-        for name in ("left", "right")
+        train(cluster, name, nodes=2, steps=30, environment={"LIGHT_STEP_SECONDS": "0.5"}) for name in ("left", "right")
     ]
     nodes = [set(job.wait(lambda job=job: job.events("allocated"), 600, "nodes")[0]["nodes"]) for job in jobs]
     if nodes[0] != nodes[1]:

@@ -8,7 +8,7 @@ import pytest
 from jobs import train
 
 pytestmark = pytest.mark.cluster
-QUICK = {"ray": {"deadline": 30, "deadline_per_node": 1}}
+QUICK = {"ray": {"deadline": 20, "deadline_per_node": 1}}
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_node_whose_task_never_starts_is_named_within_the_deadline(own_hosts):
     own_hosts.on("node04", "mount", "--bind", hanging, light)
     try:
         job = train(own_hosts, "hanging", nodes=4, site=QUICK)
-        assert "3/4 nodes answered within 33 s; missing: node04" in first_words(job)
+        assert "3/4 nodes answered within 23 s; missing: node04" in first_words(job)
         assert job.decisions()[0] == ("node failure", "requeue")
     finally:
         own_hosts.login("scancel", job.id)
