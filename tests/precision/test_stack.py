@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import sys
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_aliases import small_deepseek_v3, small_qwen3_moe
 from torch import nn
+from trainer_assets import make_assets, recipe_tree, write_plan
 
+from atlasrl.cli import probe
 from atlasrl.errors import Fault, UsageFault
-from atlasrl.precision import bisect, dumps, stack
+from atlasrl.precision import bisect, dumps, rollouts, stack
 
 pytestmark = pytest.mark.verl
 WIDTH = 16
@@ -188,6 +192,34 @@ def test_faults_of_real_models_are_found_and_rounding_is_none(tmp_path, build, d
         embedded.model.embed_tokens.weight[::2] *= 1.5
     finding = bisect.compare(dump_real(tmp_path / "embedded", embedded, dtype), right)
     assert finding.culprit == "model.embed_tokens" and "weights differ: model.embed_tokens.weight" in finding.why
+
+
+def test_recorded_answers_are_dumped_and_bisected_on_the_command_line(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    assets = make_assets(tmp_path / "assets")
+    run = write_plan(tmp_path / "run", recipe_tree(assets), assets)
+    ids = torch.randint(3, 16, (8, 14), generator=torch.Generator().manual_seed(3))
+    recorded = {"prompts": ids[:, :8], "responses": ids[:, 8:], "attention_mask": torch.ones_like(ids)}
+    generation = rollouts.Generation(["0:a", "1:b"], ["a", "b"], recorded)
+    rollouts.write(run.rollouts, rollouts.Recording(1, [generation]))
+    tensors = load_file(assets["model"] / "model.safetensors")
+    tensors["model.layers.0.self_attn.kv_b_proj.weight"].neg_()
+    other = shutil.copytree(assets["model"], tmp_path / "model")
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+
+    def bin_probe(*words):
+        done = CliRunner().invoke(probe.main, [str(word) for word in words])
+        return done.exit_code, done.output
+
+    for folder, options in (("right", ()), ("again", ()), ("wrong", ("--model", other))):
+        code, output = bin_probe("dump", run.path, tmp_path / folder, "--limit", 1, *options)
+        assert code == 0, output
+        assert sum(file.stat().st_size for file in (tmp_path / folder).iterdir()) <= 1 << 20
+    assert bin_probe("stack", tmp_path / "again", tmp_path / "right")[0] == 0
+    code, output = bin_probe("stack", tmp_path / "wrong", tmp_path / "right")
+    assert code == 1 and "first difference: model.layers.0.self_attn.kv_b_proj\n" in output
+    assert "its weights differ: model.layers.0.self_attn.kv_b_proj.weight" in output
 
 
 def test_equal_models_agree_and_rounding_is_no_difference(tmp_path, whole):
