@@ -110,15 +110,14 @@ def make(
         UsageFault: the request cannot be served, whatever the machine: no nodes, a split that does not fit.
     """
     notes = {}
-    if nodes is None:
-        nodes = recipe.nodes
-        notes["nodes"] = Value(nodes, "the recipe's `nodes`")
-    else:
-        notes["nodes"] = Value(nodes, "asked for on the command line")
+    asked = "asked for on the command line"
+    named = "the recipe's `nodes`" if nodes is None else asked
+    nodes = recipe.nodes if nodes is None else nodes
+    notes["nodes"] = Value(nodes, named)
     if nodes < 1:
         raise UsageFault(f"{nodes} nodes cannot hold a job; ask for at least 1")
     devices = devices_per_node or recipe.devices_per_node
-    notes["devices_per_node"] = Value(devices, "the recipe's `devices_per_node`")
+    notes["devices_per_node"] = Value(devices, asked if devices_per_node else "the recipe's `devices_per_node`")
     _check_split(recipe, nodes * devices)
 
     from atlasrl.memory import verdict  # a plan that is read from a run needs no memory model
