@@ -3,7 +3,7 @@
 Tensors follow megatron-core 0.12.1: parameters and gradients lie in two buffers, one of the routed experts and one of
 all others; the distributed optimizer aligns them (`_ParamAndGradBuffer`) and gives each data-parallel rank an equal
 piece, whichever parameters it cuts. Activations are those of the layers without Transformer Engine, with the attention
-probabilities of every head; the tests hold them against what autograd keeps.
+probabilities of every head; of the tiny model autograd was seen to keep 0.4 % more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from atlasrl.errors import UsageFault
 from atlasrl.memory.architecture import Architecture
+from atlasrl.memory.parameters import share
 from atlasrl.memory.workers import FLOAT, Batch, Expected, Growth, Tensors
 
 if TYPE_CHECKING:
@@ -90,16 +91,13 @@ def buffers(a: Architecture, world: int, expert: int, distributed: bool) -> tupl
 def _buffer(sizes: list[int], replicas: int, distributed: bool) -> Buffer:
     places, end = [], 0
     for size in reversed(sizes):  # gradients arrive from the last layer on
-        begin = _up_to(end, ALIGNED) if distributed else end
+        begin = share(end, ALIGNED) * ALIGNED if distributed else end
         end = begin + size
         places.append((begin, end))
     if not distributed:  # nothing is aligned, and every replica keeps all of the optimizer's state
         return Buffer(tuple(places), end, 1)
-    return Buffer(tuple(places), _up_to(end, math.lcm(replicas, BUCKET)), replicas)
-
-
-def _up_to(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    bucket = math.lcm(replicas, BUCKET)
+    return Buffer(tuple(places), share(end, bucket) * bucket, replicas)
 
 
 def _parameters(a: Architecture, expert: int) -> Iterator[tuple[int, bool]]:
