@@ -110,6 +110,6 @@ def test_every_layout_that_is_called_proven_passes_on_four_workers(words):
     from atlasrl.cli.selftest import main
 
     answer = CliRunner().invoke(main, ["--proven", "--workers", "4", "--json", *words])
-    report = json.loads(answer.output.splitlines()[-1])
+    report = json.loads(answer.stdout)
     assert {trial["name"]: trial["ok"] for trial in report["trials"] if not trial["ok"]} == {}
     assert answer.exit_code == 0
