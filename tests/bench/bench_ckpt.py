@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -109,8 +108,25 @@ def forget(folder: Path) -> None:
 
 
 def command_cast(source: Path, target: Path, workers: int) -> None:
+    subprocess.run(cast_command(source, target, workers), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def cast_command(source: Path, target: Path, workers: int) -> list[str]:
     command = [sys.executable, "-m", "ckpt_tools", "cast", str(source), str(target)]
-    subprocess.run([*command, "--workers", str(workers), "--json"], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return [*command, "--workers", str(workers), "--json"]
+
+
+PEAK_SCRIPT = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+
+
+def peak_bytes(command: list[str]) -> int:
+    """Most memory of one of a command's processes; started from a small one, whose size a child inherits."""
+    run = subprocess.run([sys.executable, "-c", PEAK_SCRIPT, *command], check=True, cwd=ROOT, capture_output=True)
+    return int(run.stdout)
 
 
 PLAIN_SCRIPT = """
@@ -183,9 +199,10 @@ def measure_tmpfs(folder: Path, gigabytes: float) -> list[Row]:
     write_model(small, 0)
     fixed = by_workers(command_cast, small, target, 3)
     ours = by_workers(command_cast, source, target, 3)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    shard = max(path.stat().st_size for path in target.glob("*.safetensors"))
     copied = by_workers(copy_bytes, source, target, 3)
+    shutil.rmtree(target)
+    peak = peak_bytes(cast_command(source, target, 1))
+    shard = max(path.stat().st_size for path in target.glob("*.safetensors"))
     shutil.rmtree(target)
     target.mkdir()
     plain = best_of(partial(script_cast, PLAIN_SCRIPT, source, target), 1)
