@@ -29,6 +29,8 @@ ln -s /run/dev/* /dev/; touch /dev/davinci{0..7}
 
 
 def plug_in_devices(cluster: clusters.Cluster) -> None:
+    if not cluster.facts["firsts"]:
+        pytest.skip("the nodes of a loopback cluster have this machine's own /dev")
     for node in cluster.nodes:
         cluster.on(node, "bash", "-c", f"[ -e /dev/davinci0 ] || {{ {DEVICES} }}")
 
