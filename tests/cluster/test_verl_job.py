@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cluster
 @pytest.mark.nightly
 def test_the_tiny_recipe_trains_on_four_nodes_as_one_run(cluster):
     """Two replicas of two workers that share the experts, one worker a node."""
-    options = ("--set", "steps=3", "--set", "checkpoint.save_every=3", "--set", "dapo.micro_batch_size=32")
+    options = ("--set", "steps=3", "--set", "checkpoint.save_every=3")
     job = submit(cluster, "tiny", "verl", 4, site_file(cluster, "verl", False, {}), *options)
     assert job.wait_for_end(900)["kind"] == "done", job.story()
     assert job.steps() == [1, 2, 3]
