@@ -32,6 +32,8 @@ START = r"""
 log=$1; shift
 cd "$(dirname "$log")" || exit 1
 setsid nohup "$@" >>"$log" 2>&1 </dev/null &
+# only in a session of its own is it safe from the end of this connection
+while kill -0 $! 2>/dev/null && [ "$(sed 's/.*) //' /proc/$!/stat | cut -d' ' -f4)" != $! ]; do :; done
 echo "started $! $(sed 's/.*) //' /proc/$!/stat | cut -d' ' -f20)"
 """.strip()
 IS_ALIVE = r"""

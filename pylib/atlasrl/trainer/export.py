@@ -2,7 +2,7 @@
 
 Names, shards and dtypes are those of the BF16 checkpoint that training started from: the router bias stays FP32, which
 verl's own merger would round to BF16 (verl 0.7.0, model_merger/fsdp_model_merger.py, `.bfloat16()` on all tensors).
-The result is proven by verifying its index and by loading it with transformers.
+The result is proven: its index verifies, its tensors are those that were trained, and transformers loads it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ def export(run: RunDir, base: Path) -> str:
     write_shards(base, beside, read_weights(checkpoint))
     copy_side_files(base, beside)
     prove(beside)
+    compare_with_training(beside, read_weights(checkpoint))
     write_atomically(beside / RECORD, json.dumps({"step": checkpoint.step, "checkpoint": str(checkpoint.path)}) + "\n")
     if run.export.exists():
         shutil.rmtree(run.export)
     beside.rename(run.export)
     run.record("exported", step=checkpoint.step, path=str(run.export))
-    return f"step {checkpoint.step} is in {run.export}; it verifies and loads"
+    return f"step {checkpoint.step} is in {run.export}; it verifies, loads, and holds the trained weights"
 
 
 def exported_step(run: RunDir) -> int | None:
@@ -153,6 +154,23 @@ def prove(folder: Path) -> None:
         logits = model(input_ids=torch.tensor([[0, 1]])).logits
     if not torch.isfinite(logits).all():
         raise Fault(f"{folder} loads, but its logits are not finite")
+
+
+def compare_with_training(folder: Path, weight: Callable[[str], torch.Tensor]) -> None:
+    """Read every exported tensor back and hold it against the training checkpoint, which is read anew.
+
+    Raises:
+        Fault: a tensor is not the trained one, rounded to the dtype of the export.
+    """
+    import torch
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
+                found = shard.get_tensor(name)
+                if not torch.equal(found, weight(name).to(found.dtype)):
+                    raise Fault(f"{file}: {name} is not what the training checkpoint holds; export again")
 
 
 def main(run: str, base: str) -> int:
