@@ -135,7 +135,7 @@ def bench_runs(folder: Path) -> dict:
 
 def bench_run(folder: Path, name: str, changes: dict) -> dict:
     """Train three steps of the tiny recipe with the memory probe; what its workers held beside what was predicted."""
-    from atlasrl.memory import verdict
+    from atlasrl.memory import profiled_run
     from atlasrl.rundir import RunDir
 
     run = RunDir(folder / name.replace(", ", "-"))
@@ -145,7 +145,7 @@ def bench_run(folder: Path, name: str, changes: dict) -> dict:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: {name} failed with exit code {done.returncode}: {done.stderr[-1000:]}")
-    workers = verdict.compared(run.attempts()[-1])
+    workers = profiled_run.compared(run.attempts()[-1])
     return {
         "tensor_bytes": {f"worker {w.rank}": w.tensors for w in workers},
         "growth": [

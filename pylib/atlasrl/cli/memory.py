@@ -110,10 +110,10 @@ def profile(folder, phases, recipe, nodes, config, top, as_json):
     from atlasrl.memory import report, snapshot
 
     if (folder / "plan.json").is_file():
-        from atlasrl.memory import verdict
+        from atlasrl.memory import profiled_run
         from atlasrl.rundir import RunDir
 
-        click.echo("\n".join(verdict.of_run(RunDir(folder), config)))
+        click.echo("\n".join(profiled_run.lines(RunDir(folder), config)))
         return
     if folder.suffix in {".pickle", ".pkl"}:
         click.echo(report.snapshot_text(snapshot.read(folder), top))

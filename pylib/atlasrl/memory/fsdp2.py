@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from atlasrl.memory.architecture import Architecture, Weight
 from atlasrl.memory.parameters import share
-from atlasrl.memory.workers import FLOAT, Batch, Expected, Growth, Tensors
+from atlasrl.memory.worker import FLOAT, Batch, Expected, Growth, Tensors
 
 if TYPE_CHECKING:
     from atlasrl.recipe import Recipe

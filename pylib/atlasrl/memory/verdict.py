@@ -7,13 +7,11 @@ from pathlib import Path
 
 from atlasrl.errors import UsageFault
 from atlasrl.legality import Split, broken_batch_rules, broken_rollout_rules, broken_rules
-from atlasrl.memory import cost, job, measured, model, planner, report, residence
+from atlasrl.memory import cost, job, model, planner, report
 from atlasrl.memory.architecture import Architecture
-from atlasrl.memory.measured import Comparison
 from atlasrl.memory.model import Prediction
 from atlasrl.memory.planner import Candidate, Remedy
 from atlasrl.recipe import Recipe
-from atlasrl.rundir import AttemptDir, RunDir
 
 
 @dataclass(frozen=True)
@@ -70,36 +68,6 @@ def in_one_line(recipe: Recipe, nodes: int, devices_per_node: int) -> tuple[str,
         return f"the split is illegal: {'; '.join(broken)}", False
     prediction = model.predict(a, split, j)
     return report.verdict(prediction), prediction.fits
-
-
-def of_run(run: RunDir, config: Path | None = None) -> list[str]:
-    """What a run measured of itself: resident memory of every process, and its workers beside their prediction.
-
-    Raises:
-        UsageFault: nothing was sampled. Fault: damaged samples.
-    """
-    attempt = residence.sampled_attempt(run)
-    lines = [*residence.lines(attempt)]
-    if not attempt.workers.is_dir():
-        return lines
-    try:
-        return [*lines, *measured.lines(compared(attempt, config))]
-    except UsageFault as unknown:
-        return [*lines, f"workers: {unknown}"]
-
-
-def compared(attempt: AttemptDir, config: Path | None = None) -> list[Comparison]:
-    """The workers of an attempt whose recipe sets probe.memory, each beside its prediction.
-
-    Raises:
-        UsageFault: they measured nothing, or are not predicted. Fault: damaged records.
-    """
-    from atlasrl import plan as plans
-
-    plan = plans.load(attempt.run)
-    model = Path(plan.model_input) / "config.json"
-    a = job.architecture_of(plan.recipe, config or (model if model.is_file() else None))
-    return [*measured.compare(plan.recipe, a, measured.read(attempt.workers))]
 
 
 def illegal(recipe: Recipe, a: Architecture, split: Split, j: job.Job) -> list[str]:
