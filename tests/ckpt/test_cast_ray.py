@@ -58,8 +58,8 @@ def test_a_failing_shard_ends_the_cast_with_its_own_message(tmp_path, address):
     edit_shard(source, FIRST, put("model.layers.0.mlp.up_proj.weight_scale_inv", "F32", np.zeros((2, 2), "<f4")))
     done = run(source, tmp_path / "spread", address)
     assert done.returncode == 1
-    assert "the scale of block [0, 0]" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("cast: ")]  # of a busy machine: progress
+    assert len(errors) == 1 and "the scale of block [0, 0]" in errors[0], done.stderr
 
 
 @pytest.mark.cluster
