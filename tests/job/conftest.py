@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +45,11 @@ class Commands:
             timeout=deadline,
             check=False,
         )
+
+    def call(self, verb: str, *options: object) -> Result:
+        """As `run`, without a process of its own: it saves the imports, a second each."""
+        main = importlib.import_module(f"atlasrl.cli.{verb}").main
+        return CliRunner(env={"ATLASRL_RUNS": self.environment["ATLASRL_RUNS"]}).invoke(main, [*map(str, options)])
 
     def start(self, verb: str, *options: object, **more) -> subprocess.Popen[str]:
         return subprocess.Popen(

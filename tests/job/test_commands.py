@@ -43,42 +43,42 @@ def test_help_needs_no_heavy_import(commands, verb):
     ],
 )
 def test_train_refuses_a_wrong_request_in_one_line(commands, recipe, options, words):
-    done = commands.run("train", *[recipe if option == "SMALL" else option for option in options])
-    assert done.returncode == 2
+    done = commands.call("train", *[recipe if option == "SMALL" else option for option in options])
+    assert done.exit_code == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(commands.runs.iterdir()) == []
 
 
 def test_dry_run_prints_the_plan_and_makes_nothing(commands, recipe):
-    done = commands.run("train", recipe, "--nodes", 2, "--dry-run")
-    assert done.returncode == 0
+    done = commands.call("train", recipe, "--nodes", 2, "--dry-run")
+    assert done.exit_code == 0
     assert "--node-name=node1" in done.stdout
     assert list(commands.runs.iterdir()) == []
 
 
 def test_dry_run_as_json_is_the_plan_file(commands, recipe):
-    plan = json.loads(commands.run("train", recipe, "--dry-run", "--json").stdout)
+    plan = json.loads(commands.call("train", recipe, "--dry-run", "--json").stdout)
     assert plan["recipe"]["backend"] == "fsdp2"
     assert all(override["reason"] for override in plan["overrides"])
 
 
 def test_existing_run_is_not_started_over(commands, recipe):
     (commands.runs / "mine").mkdir()
-    done = commands.run("train", recipe, "--name", "mine")
-    assert done.returncode == 2
+    done = commands.call("train", recipe, "--name", "mine")
+    assert done.exit_code == 2
     assert "bin/resume mine" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["resume", "stop", "logs", "status"])
 def test_unknown_run_is_exit_1_and_lists_the_runs(commands, verb):
-    done = commands.run(verb, "4711")
-    assert done.returncode == 1
+    done = commands.call(verb, "4711")
+    assert done.exit_code == 1
     assert "no run and no job '4711'" in done.stderr
 
 
 def test_status_of_no_runs_says_how_to_start_one(commands):
-    assert "make train" in commands.run("status").stdout
+    assert "make train" in commands.call("status").stdout
 
 
 def test_bin_without_environment_says_how_to_make_one(tmp_path):
