@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from atlasrl import lint, recipe, stacks
 from atlasrl.lint import arithmetic, case
 
-ROOT = Path(__file__).parents[2]
 LARGE = "deepseek-v3-671b-dapo"
 T, A, R = case.TRANSFORMER, case.ACTOR, case.ROLLOUT
 VLLM = f"++{case.VLLM}.additional_config"
@@ -421,12 +419,14 @@ def test_arithmetic_reads_the_rows_of_the_data_and_says_what_it_does_not_know():
 
 
 def test_the_command_ends_with_one_on_an_error_and_two_on_a_wrong_question():
+    from atlasrl.cli.lint import main
+
     def run(*arguments):
-        return subprocess.run([ROOT / "bin" / "lint", *arguments], capture_output=True, text=True)
+        return CliRunner().invoke(main, arguments)
 
     bad = run(LARGE, "--stack", "a2-article", "--json")
-    assert bad.returncode == 1
+    assert bad.exit_code == 1
     assert "expert-groups" in {each["rule"] for each in json.loads(bad.stdout)["findings"]}
     wrong = run(LARGE, "--stack", "a2-artikel")
-    assert wrong.returncode == 2 and "did you mean a2-article" in wrong.stderr
-    assert run("tiny").returncode == 0
+    assert wrong.exit_code == 2 and "did you mean a2-article" in wrong.stderr
+    assert run("tiny").exit_code == 0
