@@ -124,7 +124,7 @@ def write_wide_model(folder: Path) -> dict:
     for file in (ROOT / "jobs/inputs/tiny/model").glob("*.j*"):
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, folder)
-    return {"model.path": folder, "model.cast_path": folder}  # no FP8: nothing to cast
+    return {"model.path": folder}
 
 
 def bench_runs(folder: Path) -> dict:
