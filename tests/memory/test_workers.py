@@ -35,8 +35,8 @@ CASES = {
 }
 
 
-@pytest.mark.verl
-@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", CASES)
 def test_tensors_are_predicted_to_the_byte_and_growth_within_15_percent(tmp_path, backend):
     """From the second step on: the first loads libraries and makes the optimizer's state."""
     recipe, records = run_workers(tmp_path, steps=2, **CASES[backend])
