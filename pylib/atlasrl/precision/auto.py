@@ -21,7 +21,7 @@ GAP = "training/rollout_actor_log_prob_gap"
 SAMPLING = "algorithm.filter_groups.enable"
 GAP_FACTOR = 10  # how many times the baseline's gap is more than another draw of answers
 GAP_FLOOR = 1e-4  # trainer/records.py: what rounding explains in float32
-SPOKEN = re.compile(r"^(?:warning|error): (.*)", re.MULTILINE)
+SPOKEN = re.compile(r"^(?:warning|error|atlasrl\.errors\.Fault): (.*)", re.MULTILINE)  # said by us, here or in a worker
 ALARMS = ("softmax scale", "was not updated with it", "differ by", "diverged", "replicas", "fix ")
 """Words of the warnings and errors of a run that are about accuracy."""
 MOST = 3  # tensors that are named where one fault changes many
