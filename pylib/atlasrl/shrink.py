@@ -218,10 +218,8 @@ def _write_prompts(file: Path, rows: int = 64) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    from atlasrl.selftest.model import SIZES, SPECIAL_TOKENS
-
     draw = random.Random(1)
-    characters = [chr(33 + i) for i in range(SIZES["vocab_size"] - len(SPECIAL_TOKENS))]
+    characters = [chr(33 + i) for i in range(selftest_model.SIZES["vocab_size"] - len(selftest_model.SPECIAL_TOKENS))]
     table = [
         {
             "data_source": "rehearsal",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import cluster as clusters
 import pytest
 
-from atlasrl.rundir import RunDir
-from jobs import ROOT, Job, site_file
+import jobs
+from jobs import Job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
@@ -43,14 +40,8 @@ def submit(cluster: clusters.Cluster, nodes: int, *changes: str) -> Job:
     train.touch()
     paths = (f"model.path={model}", f"data.train={train}", f"data.val={train}")
     options = [word for change in (*paths, *changes) for word in ("--set", change)]
-    answer = cluster.login(
-        str(ROOT / "bin" / "train"),
-        *(LARGE, "--nodes", str(nodes), "--name", f"large-{nodes}", "--json"),
-        *("--site", str(site_file(cluster, f"large-{nodes}", False, {})), *options),
-        ATLASRL_REAL_PYTHON=sys.executable,
-    )
-    told = json.loads(answer.stdout)
-    return Job(cluster, told["job"], RunDir(told["run"]))
+    name = f"large-{nodes}"
+    return jobs.submit(cluster, LARGE, name, nodes, jobs.site_file(cluster, name, False, {}), *options)
 
 
 def check_stopped_at_preflight(job: Job, nodes: int) -> None:

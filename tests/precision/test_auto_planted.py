@@ -65,22 +65,10 @@ class Workshop:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    ray = pytest.importorskip("ray")
+def workshop(tmp_path_factory, three_devices):
     kept = os.environ.get("ATLASRL_PLANTED_RUNS")
     folder = Path(kept).absolute() if kept else tmp_path_factory.mktemp("planted")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_worker_niceness", "0")
-        context = ray.init(
-            "local",
-            num_cpus=16,
-            resources={"NPU": 3},
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": f"{PYLIB}{os.pathsep}{PLANTED}", "OMP_NUM_THREADS": "1"}},
-        )
-        yield Workshop(folder, context.address_info["gcs_address"])
-        ray.shutdown()
+    return Workshop(folder, three_devices.address_info["gcs_address"])
 
 
 @pytest.fixture(scope="module")

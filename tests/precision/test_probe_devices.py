@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from trainer_assets import make_assets, recipe_tree
 
 pytestmark = pytest.mark.nightly
 
-PLANTED = Path(__file__).parent / "planted"
 
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray")
-    from atlasrl.precision.fleet import PYLIB
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_worker_niceness", "0")
-        ray.init(
-            "local",
-            num_cpus=2,
-            resources={"NPU": 3},
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": f"{PYLIB}:{PLANTED}", "OMP_NUM_THREADS": "1"}},
-        )
-        yield
-        ray.shutdown()
-
-
-def test_the_odd_device_is_found_and_blocks_arrive(cluster):
+def test_the_odd_device_is_found_and_blocks_arrive(three_devices):
     import planted_flip
 
     from atlasrl.precision import fleet
@@ -46,7 +23,7 @@ def test_the_odd_device_is_found_and_blocks_arrive(cluster):
     assert [report.device for report in reports if report.name in sentence] == ["1"]
 
 
-def test_the_rollout_engine_alone_answers_with_log_probabilities(cluster, tmp_path):
+def test_the_rollout_engine_alone_answers_with_log_probabilities(three_devices, tmp_path):
     from atlasrl import recipe as recipes
     from atlasrl.precision import infer
 

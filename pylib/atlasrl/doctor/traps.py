@@ -81,9 +81,9 @@ def check_fixes(host: Host, expected: Expected) -> Iterator[Finding]:
     from packaging.version import Version
 
     from atlasrl.trainer import fixes
-    from atlasrl.trainer.patches import ABSENT, WITHOUT
+    from atlasrl.trainer.patches import ABSENT, WITHOUT, switched_off
 
-    off, mended = fixes.switched_off(host.environment), set()
+    off, mended = switched_off(host.environment), set()
     for fix in fixes.declared().values():
         package, expects, target = fix["package"], fix["expects"], fix["targets"][0]
         version, text = host.packages.get(package), _target_text(host, target)

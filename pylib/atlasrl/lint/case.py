@@ -80,10 +80,10 @@ class Case:
 
     def mended(self, fix: str) -> bool:
         """Whether this project's fix of that id is declared, is for the stack's version, and is not switched off."""
-        from atlasrl.trainer import fixes
+        from atlasrl.trainer import fixes, patches
 
         known = fixes.declared().get(fix)
-        if known is None or fix in fixes.switched_off(self.environment):
+        if known is None or fix in patches.switched_off(self.environment):
             return False
         return self.stack is None or self.stack.within(known["package"], known["versions"])
 

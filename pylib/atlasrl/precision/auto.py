@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atlasrl.curves.checks import SAME_WEIGHTS
 from atlasrl.errors import Fault
 from atlasrl.precision import configs, effective
 from atlasrl.rundir import RunDir, read_json_lines
@@ -20,7 +21,6 @@ from atlasrl.rundir import RunDir, read_json_lines
 GAP = "training/rollout_actor_log_prob_gap"
 SAMPLING = "algorithm.filter_groups.enable"
 GAP_FACTOR = 10  # how many times the baseline's gap is more than another draw of answers
-GAP_FLOOR = 1e-4  # trainer/records.py: what rounding explains in float32
 SPOKEN = re.compile(r"^(?:warning|error|atlasrl\.errors\.Fault): (.*)", re.MULTILINE)  # said by us, here or in a worker
 ALARMS = ("softmax scale", "was not updated with it", "differ by", "diverged", "replicas", "fix ")
 """Words of the warnings and errors of a run that are about accuracy."""
@@ -199,7 +199,7 @@ def _gap(run: RunDir, baseline: RunDir) -> Iterator[Finding]:
     ours, theirs = _largest(run, GAP), _largest(baseline, GAP)
     if ours is None or theirs is None:
         raise Fault(f"no {GAP} in metrics.jsonl of both runs")
-    if ours > max(GAP_FACTOR * theirs, GAP_FLOOR):
+    if ours > max(GAP_FACTOR * theirs, SAME_WEIGHTS):
         what = f"rollout and actor differ by up to {ours:.2e} per token, {theirs:.2e} in the baseline"
         yield Finding(
             f"{what}: they compute with other weights, another scale or another kernel", False, "bin/probe weights"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from atlasrl.errors import Fault
+from atlasrl.outcome import EXHAUSTED
 from atlasrl.recipe import Recipe
 from atlasrl.trainer.prompts import Prompt, PromptSource
 
@@ -23,7 +24,7 @@ from atlasrl.trainer.prompts import Prompt, PromptSource
 class Exhausted(Fault):
     """`max_gen_batches` generations gave too few mixed groups."""
 
-    exit_code = 86
+    exit_code = EXHAUSTED
 
 
 @dataclass(frozen=True)

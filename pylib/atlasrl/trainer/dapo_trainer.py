@@ -12,6 +12,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 
 from atlasrl import determinism
 from atlasrl.errors import Fault
+from atlasrl.outcome import STOPPED
 from atlasrl.recipe import Recipe
 from atlasrl.rundir import AttemptDir
 from atlasrl.trainer import offline, records, saving
@@ -24,7 +25,7 @@ from atlasrl.trainer.watchman import Watchman
 class Stopped(Fault):
     """Someone asked the attempt to end; it ended between two steps."""
 
-    exit_code = 85
+    exit_code = STOPPED
 
 
 class DapoTrainer(RayPPOTrainer):

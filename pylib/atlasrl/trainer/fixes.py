@@ -19,11 +19,6 @@ def declared() -> dict[str, dict]:
     return {fix["id"]: fix for fix in patches.listing(*ids)}
 
 
-def switched_off(environment) -> set[str]:
-    """The ids that ATLASRL_WITHOUT_FIX leaves out."""
-    return {name.strip() for name in (environment.get(patches.WITHOUT) or "").split(",")} - {""}
-
-
 def lines(recipe: Recipe, stack: Stack, environment) -> list[str]:
     """One line for each fix of a run: what it mends, or why it is left out."""
     ids = [*verl_patches.PATCHES]
@@ -31,7 +26,7 @@ def lines(recipe: Recipe, stack: Stack, environment) -> list[str]:
         ids += npu_patches.PATCHES
     if recipe.backend == "megatron":
         ids += megatron_patches.PATCHES
-    off = switched_off(environment)
+    off = patches.switched_off(environment)
     return [_line(declared()[id], stack, id in off) for id in ids]
 
 

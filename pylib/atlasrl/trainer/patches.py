@@ -31,7 +31,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
 
@@ -97,13 +97,18 @@ def listing(*ids: str) -> list[dict]:
     return list(entries.values())
 
 
+def switched_off(environment: Mapping[str, str]) -> set[str]:
+    """The ids that ATLASRL_WITHOUT_FIX leaves out."""
+    return {name.strip() for name in (environment.get(WITHOUT) or "").split(",")} - {""}
+
+
 def apply(*ids: str) -> None:
     """Apply the registered fixes (all, or those named), each as soon as its target's module is imported."""
-    switched_off = {name.strip() for name in os.environ.get(WITHOUT, "").split(",")}
+    off = switched_off(os.environ)
     for found in _chosen(ids):
         if (known := _outcomes.get((found.id, found.target))) and known.state in {"applied", "waiting"}:
             continue
-        if found.id in switched_off:
+        if found.id in off:
             _note(found, "switched off", f"{WITHOUT} names it")
         elif reason := _out_of_range(found):
             _note(found, "not needed", reason)
