@@ -143,6 +143,7 @@ def test_a_line_that_a_crash_cut_is_left_out(tmp_path):
     [
         (lambda text: "", "is empty"),
         (lambda text: text.replace("Total Reserved", "Total Preserved"), "no column 'Total Reserved'"),
+        (lambda text: text.replace("Total Active", "Total Reserved"), "names a column twice"),
         (lambda text: text.replace("(MB)", "(furlongs)"), "unit"),
         (lambda text: text.replace("APP,", "APP;", 3), "another width"),
         (lambda text: text.replace(",100,", ",ten,"), "damaged"),
@@ -171,6 +172,20 @@ def test_times_that_a_spreadsheet_rounded_are_noted(tmp_path):
 
 def test_a_folder_without_tables_says_how_to_profile(tmp_path):
     with pytest.raises(UsageFault, match="export type Text"):
+        profile.read(tmp_path)
+
+
+def test_a_table_reads_alike_in_blocks_of_any_size(tmp_path, monkeypatch):
+    rows = [Row(c, t, saw(t)) for t in seconds(500) for c in ("APP", "HCCL", f"op{int(t)}")]
+    torch_npu_record(tmp_path / "memory_record.csv", rows)
+    (whole,) = profile.read(tmp_path)
+    monkeypatch.setattr(ascend, "BLOCK", 1000)
+    (cut,) = profile.read(tmp_path)
+    assert {n: (c.peak, c.peak_time, c.count) for n, c in cut.curves.items()} == {
+        n: (c.peak, c.peak_time, c.count) for n, c in whole.curves.items()
+    }
+    monkeypatch.setattr(ascend, "BLOCK", 50)
+    with pytest.raises(Fault, match=r"memory_record\.csv has a line of over"):
         profile.read(tmp_path)
 
 

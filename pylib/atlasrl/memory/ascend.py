@@ -18,7 +18,8 @@ import numpy as np
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.memory.curve import Curve
 
-BLOCK = 2 * 2**20  # bytes read at once; larger blocks fall out of the cache
+BLOCK = 8 * 2**20  # bytes held at once
+PART = 2**19  # bytes that one core parses at once
 UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 KINDS = {"npu_module_mem": "module", "memory_record": "record", "operator_memory": "operator"}
 HEADER = re.compile(r"(?P<name>[^(]+?)\s*(?:\((?P<unit>\w+)\))?")
@@ -26,15 +27,15 @@ HEADER = re.compile(r"(?P<name>[^(]+?)\s*(?:\((?P<unit>\w+)\))?")
 
 @dataclass(frozen=True)
 class Table:
-    """One CSV: where it is, which kind, and its columns as name -> (position's header, unit)."""
+    """One CSV: where it is, which kind, and its columns in their order: name -> unit, "" where it has none."""
 
     path: Path
     kind: str  # module, record, operator
-    columns: dict[str, tuple[str, str]]
+    columns: dict[str, str]
 
     def scale(self, column: str) -> int:
         """Bytes of one unit of a column."""
-        return UNITS[self.columns[column][1]]
+        return UNITS[self.columns[column]]
 
 
 @dataclass
@@ -70,11 +71,13 @@ def _table(file: Path) -> Table | None:
         header = opened.readline(65536).decode("utf-8-sig", "replace").strip()
     if not header:
         raise Fault(f"{file} is empty; the profiler was ended before it wrote, profile again or remove the file")
+    names = header.split(",")
     columns = {}
-    for text in header.split(","):
+    for text in names:
         match = HEADER.fullmatch(text.strip())
-        if match:
-            columns[match["name"]] = (text.strip(), match["unit"] or "")
+        columns |= {match["name"]: match["unit"] or ""} if match else {text: ""}
+    if len(columns) < len(names):
+        raise Fault(f"{file} names a column twice; its header is {header[:120]!r}, it was edited or damaged")
     needed = {
         "module": ("Component", "Timestamp", "Total Reserved"),
         "record": ("Component", "Timestamp", "Total Reserved", "Total Allocated"),
@@ -83,15 +86,16 @@ def _table(file: Path) -> Table | None:
     for column in needed:
         if column not in columns:
             raise Fault(f"{file} has no column {column!r}; its header is {header[:120]!r}, not that of a {file.stem}")
-        if column.startswith(("Total", "Size", "Allocation Total")) and columns[column][1] not in UNITS:
-            raise Fault(f"{file}: the unit of column {columns[column][0]!r} is unknown; expected KB or MB")
+        if column.startswith(("Total", "Size", "Allocation Total")) and columns[column] not in UNITS:
+            raise Fault(f"{file}: column {column!r} has the unit {columns[column]!r}; expected KB or MB")
     return Table(file, kind, columns)
 
 
 def blocks(table: Table, numbers: tuple[str, ...], texts: tuple[str, ...] = ()) -> Iterator[dict]:
     """Yield a table block by block: column name -> numpy array (numbers, NaN when absent) or Arrow array (texts).
 
-    A last line that a crash cut is left out.
+    Each block is parsed on all cores, which Arrow's own streaming reader does not do. A last line that a crash cut is
+    left out.
 
     Raises:
         Fault: a row has too few or too many fields, or a number is none; the message names the file.
@@ -105,32 +109,44 @@ def blocks(table: Table, numbers: tuple[str, ...], texts: tuple[str, ...] = ()) 
         damaged.append(row.text[:80] if row.text else "")
         return "skip"
 
-    kinds = {table.columns[c][0]: pa.float64() for c in numbers}
-    kinds |= {table.columns[c][0]: pa.dictionary(pa.int32(), pa.string()) for c in texts}
+    kinds = dict.fromkeys(numbers, pa.float64()) | dict.fromkeys(texts, pa.dictionary(pa.int32(), pa.string()))
+    read = csv.ReadOptions(column_names=list(table.columns), block_size=PART)
+    parse = csv.ParseOptions(invalid_row_handler=note)
+    convert = csv.ConvertOptions(
+        column_types=kinds, include_columns=list(kinds), null_values=["", "N/A", "nan", "NaN", "\t"]
+    )
     try:
-        with csv.open_csv(
-            table.path,
-            read_options=csv.ReadOptions(block_size=BLOCK),
-            parse_options=csv.ParseOptions(invalid_row_handler=note),
-            convert_options=csv.ConvertOptions(
-                column_types=kinds, include_columns=list(kinds), null_values=["", "N/A", "nan", "NaN", "\t"]
-            ),
-        ) as reader:
-            for batch in reader:
-                read = {c: batch.column(table.columns[c][0]) for c in (*numbers, *texts)}
-                yield read | {c: read[c].to_numpy(zero_copy_only=False) for c in numbers}
+        for lines in whole_lines(table.path):
+            block = csv.read_csv(pa.BufferReader(lines), read, parse, convert)
+            texts_read = {c: block.column(c).unify_dictionaries().combine_chunks() for c in texts}
+            yield texts_read | {c: block.column(c).to_numpy() for c in numbers}
     except pa.ArrowInvalid as problem:
         raise Fault(f"{table.path}: {' '.join(str(problem).split())[:160]}; the file was edited or damaged") from None
-    if len(damaged) > 1 or (damaged and not _cut(table.path)):
+    if damaged:
         raise Fault(
             f"{table.path} has {len(damaged)} rows of another width, first {damaged[0]!r}; it was edited or damaged"
         )
 
 
-def _cut(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+def whole_lines(path: Path) -> Iterator[memoryview]:
+    """Yield the lines below the header in blocks; what follows the last line end is left out.
+
+    Every block lies in the same memory: fresh pages cost more than the reading.
+    """
+    memory = bytearray(BLOCK)
+    kept = 0  # bytes of a line whose end is not read yet
+    with path.open("rb", buffering=0) as file:
+        file.seek(len(file.readline()))
+        while read := file.readinto(memoryview(memory)[kept:]):
+            end = memory.rfind(b"\n", 0, kept + read) + 1
+            if end:
+                yield memoryview(memory)[:end]
+            elif kept + read == BLOCK:
+                raise Fault(
+                    f"{path} has a line of over {BLOCK >> 20} MiB, so it is no table; was it damaged or joined?"
+                )
+            kept += read - end
+            memory[:kept] = memory[end : end + kept]
 
 
 def curves(table: Table, marks: np.ndarray | None = None) -> dict[str, Curve]:
