@@ -15,7 +15,7 @@ def test_the_tiny_recipe_trains_on_four_nodes_as_one_run(cluster):
     options = ("--set", "steps=3", "--set", "checkpoint.save_every=3")
     job = submit(cluster, "tiny", "verl", 4, site_file(cluster, "verl", False, {}), *options)
     assert job.wait_for_end(900)["kind"] == "done", job.story()
-    assert job.steps() == [1, 2, 3]
+    assert job.steps() == [0, 1, 2, 3], "a validation before the first step"
     up = job.events("ray_up")[-1]
     assert set(up["resources"]) == {"node0", "node1", "node2", "node3"}
     saved = json.loads((job.run.checkpoints / "global_step_3" / "COMPLETE").read_text())

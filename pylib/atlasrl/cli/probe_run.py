@@ -126,6 +126,29 @@ def structure(model, mindspeed):
 
 
 @command
+@click.argument("run")
+@of_runs
+@click.option("--all", "every", is_flag=True, help="Show differences without a known effect on accuracy too.")
+def bridges(run, runs, every):
+    """Axis 5: the settings that RUN's Megatron gets with use_mbridge, and without.
+
+    Both ways turn config.json into Megatron's configuration, with the run's overrides and the fixes in force. Exit code
+    1: a difference can move accuracy.
+
+    \b
+    bin/probe bridges runs/npu-1
+    """
+    from atlasrl import plan as plans
+    from atlasrl.precision import bridges as axis
+    from atlasrl.precision import configs
+
+    sides = axis.sides(plans.load(_run(run, runs)))
+    found = configs.differences(*sides)
+    click.echo(configs.text(*sides, found, every))
+    sys.exit(1 if any(each.effect.level in configs.TELLING for each in found) else 0)
+
+
+@command
 @click.option("--address", help="Ray cluster. Default: RAY_ADDRESS, or a private one on this machine.")
 @click.option("--size", type=click.IntRange(min=8), default=2048, show_default=True, help="Rows of the matrices.")
 @click.option("--rounds", type=click.IntRange(min=2), default=5, show_default=True)
@@ -193,6 +216,7 @@ VERBS: dict[str, click.Command] = {
     "data": data,
     "stress": stress,
     "structure": structure,
+    "bridges": bridges,
     "weights": weights,
     "infer": infer,
 }
