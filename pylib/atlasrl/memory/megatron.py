@@ -153,9 +153,9 @@ def activation_bytes(a: Architecture, b: Batch) -> int:
 
 
 def score_growth(a: Architecture, b: Batch) -> Growth:
-    """Forward without a graph: the largest layer, or afterwards logits, their copy and the softmax of the entropy."""
+    """Forward without a graph: the largest layer, or afterwards logits and what the entropy makes of them."""
     logits = FLOAT * b.scored_rows * b.tokens * a.vocabulary
-    entropy = {"logits": logits, "copy for the entropy": logits, "softmax": logits}
+    entropy = {"logits": logits, "copy for the entropy": logits, "softmax": logits, "its product with them": logits}
     floats = max(_live_floats(a, b, dense) for dense in {a.is_dense(i) for i in range(a.layers)})
     layer = {"one layer": round(FLOAT * b.scored_rows * b.tokens * floats)}
     return Growth(max(entropy, layer, key=lambda terms: sum(terms.values())))

@@ -9,6 +9,7 @@ in) and Transformer Engine (megatron-core's own torch layers stand in, see `mega
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch.utils._device import _device_constructors
@@ -118,6 +119,23 @@ for _name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
         return factory
 
 
+@patch(
+    id="cpu-no-compile",
+    reason="compiling Megatron's fused activations and verl's entropy takes each worker 20 s at its first step, more "
+    "than they could save in hours",
+    upstream="megatron-core 0.12.1 jit.py, verl 0.7.0 utils/megatron/tensor_parallel.py: always compiled",
+    package="torch",
+    versions=">=2.4,<3",
+    target="torch:compile",
+    expects="def compile",
+)
+def functions_as_written(original):
+    def compile(function=None, **options):
+        return functools.partial(compile, **options) if function is None else function
+
+    return compile
+
+
 def _mcore_patch(id: str, reason: str, target: str, expects: str, versions: str = MCORE):
     return patch(
         id=id,
@@ -141,16 +159,6 @@ def get_rng_state(original):
 @_mcore_patch("cpu-rng", _RNG, "megatron.core.tensor_parallel.random:_set_cuda_rng_state", "_cuda_setRNGState")
 def set_rng_state(original):
     return lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-
-
-@_mcore_patch(
-    "cpu-no-compile",
-    "compiling the fused activations takes each worker 15 s at its first step, more than they could save in hours",
-    "megatron.core.jit:jit_fuser",
-    "def compile",
-)
-def functions_as_written(original):
-    return lambda function: function
 
 
 @_mcore_patch(
