@@ -70,7 +70,6 @@ def repeated(job) -> int:
     return max((steps[i - 1] - steps[i] + 1 for i in range(1, len(steps)) if steps[i] <= steps[i - 1]), default=0)
 
 
-@pytest.mark.nightly
 def test_without_progress_the_third_attempt_is_the_last(cluster):
     job = train(
         cluster,
@@ -100,7 +99,6 @@ def test_a_cancelled_job_is_resumed_by_its_id_also_without_its_pickle(cluster):
     assert repeated(job) <= 1
 
 
-@pytest.mark.nightly
 def test_the_time_limit_ends_nothing_twice_in_a_row(cluster):
     """Periodic checkpoints never come: only the one before the limit counts."""
     job = train(
@@ -122,7 +120,6 @@ def test_the_time_limit_ends_nothing_twice_in_a_row(cluster):
     assert sorted(set(job.steps())) == list(range(1, max(job.steps()) + 1))
 
 
-@pytest.mark.nightly
 def test_the_loss_of_the_head_node_is_survived(cluster):
     if cluster.facts["mode"] != "namespaces":
         pytest.skip("loopback nodes share one machine")
@@ -134,7 +131,6 @@ def test_the_loss_of_the_head_node_is_survived(cluster):
     assert repeated(job) <= 1
 
 
-@pytest.mark.nightly
 def test_a_node_set_down_by_the_administrator_is_survived(cluster):
     job = train(cluster, "maintenance", nodes=2, steps=400, environment={"LIGHT_STEP_SECONDS": "0.2"})
     job.wait_for_checkpoint(4)
