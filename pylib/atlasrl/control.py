@@ -7,10 +7,11 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from atlasrl import checkpoints, lint, progress
+from atlasrl import checkpoints, lint, progress, schema
 from atlasrl import plan as plans
 from atlasrl.errors import Fault, UsageFault
 from atlasrl.launch import submission
@@ -64,12 +65,15 @@ def _link(run: RunDir) -> None:
         link.symlink_to(run.path)
 
 
-def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str | None, str]:
+def resume(
+    run: RunDir, step: int | None, steps: int | None, nodes: int | None = None, split: Sequence[str] = ()
+) -> tuple[Plan, str | None, str]:
     """Decide how a run continues.
 
     Args:
         step: checkpoint to continue from; None takes the newest complete one; 0 starts again at the beginning.
         steps: new total number of steps; None keeps the recipe's.
+        nodes, split: another number of nodes and `parallel.key=value` changes; what is left out stays.
 
     Returns:
         The plan, the checkpoint folder (None: from the beginning), and the decision in words.
@@ -80,17 +84,8 @@ def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str 
     plan = plans.load(run)
     _refuse_queued(run)
     wait_until_let_go(run)
-    if steps is not None:
-        recipe = plan.recipe.model_copy(update={"steps": steps})
-        remade = plans.make(
-            recipe,
-            plan.site,
-            run,
-            nodes=plan.nodes,
-            devices_per_node=plan.devices_per_node,
-            allow_oom_risk=plan.allow_oom_risk,
-        )
-        plan = replace(remade, notes=plan.notes)
+    if steps is not None or nodes is not None or split:
+        plan = _replanned(plan, steps, nodes, split)
     total = plan.recipe.steps
     if step == 0:
         if checkpoints.complete(run):
@@ -100,6 +95,25 @@ def resume(run: RunDir, step: int | None, steps: int | None) -> tuple[Plan, str 
     if chosen.step >= total and (run.export / "config.json").exists():
         raise Fault(f"run {run.name} is done: step {chosen.step} of {total} is saved; go on with --steps {2 * total}")
     return plan, str(chosen.path), f"from step {chosen.step} ({chosen.path}); target step {total}"
+
+
+def _replanned(plan: Plan, steps: int | None, nodes: int | None, split: Sequence[str]) -> Plan:
+    for change in split:
+        if not change.startswith("parallel."):
+            raise UsageFault(
+                f"--set {change}: a run keeps its recipe, only its split (parallel.*) can change; for the rest start "
+                "another run with bin/train"
+            )
+    changes = [*split, *([f"steps={steps}"] if steps is not None else [])]
+    remade = plans.make(
+        schema.changed(plan.recipe, changes),
+        plan.site,
+        plan.rundir,
+        nodes=plan.nodes if nodes is None else nodes,
+        devices_per_node=plan.devices_per_node,
+        allow_oom_risk=plan.allow_oom_risk,
+    )
+    return replace(remade, notes=plan.notes | {name: remade.notes[name] for name in ("nodes", "device memory")})
 
 
 def wait_until_let_go(run: RunDir) -> None:

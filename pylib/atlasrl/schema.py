@@ -89,6 +89,14 @@ def load(schema: type[Schema], file: Path, changes: list[str] | None = None) -> 
     return parse(schema, tree, str(file))
 
 
+def changed(checked: Schema, changes: list[str]) -> Schema:
+    """A checked section with `key=value` changes, checked again. Raises UsageFault."""
+    tree = checked.model_dump(mode="json")
+    for change in changes:
+        tree = _changed(tree, change, type(checked))
+    return parse(type(checked), tree, "the changed recipe")
+
+
 def find(kind: str, folder: Path, name_or_file: str) -> Path:
     """The file of a recipe or site given by name (a file of `folder`) or by path."""
     named = folder / f"{name_or_file}.yaml"

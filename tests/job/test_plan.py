@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atlasrl import machine, progress
+from atlasrl import control, machine, progress
 from atlasrl import plan as plans
 from atlasrl import recipe as recipes
 from atlasrl import site as sites
@@ -42,6 +42,21 @@ def test_plan_reads_back_equal(run):
     run.path.mkdir(parents=True)
     run.plan.write_text(plan.to_json())
     assert plans.load(run) == plan
+
+
+def test_a_run_continues_on_other_nodes_and_another_split_and_with_nothing_else_changed(run):
+    plan = make(run, backend="megatron", parallel={"expert": 2})
+    run.path.mkdir(parents=True)
+    run.plan.write_text(plan.to_json())
+    moved, _, _ = control.resume(run, 0, None, nodes=4, split=["parallel.tensor=2"])
+    assert (moved.nodes, moved.recipe.parallel.tensor) == (4, 2)
+    assert moved.recipe.model_copy(update={"parallel": plan.recipe.parallel}) == plan.recipe
+    sizes = {o.key: o.value for o in moved.overrides}
+    assert sizes["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == 2
+    with pytest.raises(UsageFault, match="a run keeps its recipe"):
+        control.resume(run, 0, None, split=["optimizer.learning_rate=1"])
+    with pytest.raises(UsageFault, match="divide"):
+        control.resume(run, 0, None, split=["parallel.tensor=3"])
 
 
 def test_every_derived_value_has_a_reason(run):

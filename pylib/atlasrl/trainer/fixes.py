@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from atlasrl.trainer import megatron_patches, npu_patches, patches, verl_patches
+from atlasrl.trainer import megatron_patches, npu_patches, other_layout, patches, verl_patches
 
 if TYPE_CHECKING:
     from atlasrl.recipe import Recipe
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @functools.cache
 def declared() -> dict[str, dict]:
     """Every fix that mends a fault of upstream, by id: reason, upstream, package, versions, targets."""
-    ids = (*verl_patches.PATCHES, *npu_patches.PATCHES, *megatron_patches.PATCHES)
+    ids = (*verl_patches.PATCHES, *npu_patches.PATCHES, *megatron_patches.PATCHES, *other_layout.PATCHES)
     return {fix["id"]: fix for fix in patches.listing(*ids)}
 
 
@@ -25,7 +25,7 @@ def lines(recipe: Recipe, stack: Stack, environment) -> list[str]:
     if recipe.device == "npu" and recipe.rollout.engine == "vllm":
         ids += npu_patches.PATCHES
     if recipe.backend == "megatron":
-        ids += megatron_patches.PATCHES
+        ids += (*megatron_patches.PATCHES, *other_layout.PATCHES)
     off = patches.switched_off(environment)
     return [_line(declared()[id], stack, id in off) for id in ids]
 

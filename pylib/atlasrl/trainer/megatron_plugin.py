@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from atlasrl.trainer import alarms, megatron_patches, patches
+from atlasrl.trainer import alarms, megatron_patches, other_layout, patches
 
-patches.apply(*megatron_patches.PATCHES, *alarms.PATCHES)
+patches.apply(*megatron_patches.PATCHES, *other_layout.PATCHES, *alarms.PATCHES)

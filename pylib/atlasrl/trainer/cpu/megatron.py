@@ -5,7 +5,13 @@ Named in VERL_USE_EXTERNAL_MODULES after `atlasrl.trainer.cpu`, so that every ve
 
 from __future__ import annotations
 
-from atlasrl.trainer import alarms, megatron_patches, patches
+from atlasrl.trainer import alarms, megatron_patches, other_layout, patches
 from atlasrl.trainer.cpu import megatron_bridge, megatron_device
 
-patches.apply(*megatron_patches.PATCHES, *alarms.PATCHES, *megatron_device.PATCHES, *megatron_bridge.PATCHES)
+patches.apply(
+    *megatron_patches.PATCHES,
+    *other_layout.PATCHES,
+    *alarms.PATCHES,
+    *megatron_device.PATCHES,
+    *megatron_bridge.PATCHES,
+)
