@@ -46,7 +46,7 @@ doctor: $(READY) ## is this machine fit for a job?
 
 test: $(READY) ## all tests: fast ones first, then real clusters and training
 	@$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)
-	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 -m "not ($(FAST)) and not nightly" $(ARGS) # three: clusters mostly wait; reruns: Ray gives a raylet 30 s, also on a busy machine
+	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 -m "not ($(FAST)) and not nightly" $(ARGS) # Ray gives a raylet 30 s, also on a busy machine
 
 test-fast: $(READY) ## tests without clusters, torch workers or training
 	@$(PYTEST) -n 2 -m "$(FAST)" $(ARGS)

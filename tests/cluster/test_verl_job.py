@@ -9,6 +9,7 @@ from jobs import site_file, submit
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.nightly
 def test_the_tiny_recipe_trains_on_four_nodes_as_one_run(cluster):
     """Two replicas of two workers that share the experts, one worker a node."""
     options = ("--set", "steps=3", "--set", "checkpoint.save_every=3")

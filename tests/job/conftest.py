@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -77,10 +78,16 @@ def job_processes(runs: Path) -> list[psutil.Process]:
     return found
 
 
+def kill_job(runs: Path) -> None:
+    """kill -9 of every process of the runs; the death of one takes others along."""
+    for process in job_processes(runs):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 @pytest.fixture
 def commands(tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     yield Commands(runs)
-    for process in job_processes(runs):  # a failing test must not leave its cluster to the next one
-        process.kill()
+    kill_job(runs)  # a failing test must not leave its cluster to the next one

@@ -6,7 +6,7 @@ import pytest
 
 from atlasrl import progress
 from atlasrl.rundir import RunDir
-from tests.job.conftest import job_processes, wait_until
+from tests.job.conftest import job_processes, kill_job, wait_until
 
 pytestmark = [pytest.mark.training, pytest.mark.nightly]
 
@@ -25,8 +25,7 @@ def test_a_killed_ablation_is_ended_by_the_same_command(commands):
     ablation = commands.start("ablate", *OPTIONS)
     wait_until(second_run_saved, 400, "a checkpoint of the second run")
     ablation.kill()
-    for process in job_processes(commands.runs):
-        process.kill()
+    kill_job(commands.runs)
     wait_until(lambda: not job_processes(commands.runs), 60, "the end of every process")
     assert progress.of(runs[1]).state == "died"
 

@@ -18,7 +18,7 @@ import yaml
 
 from atlasrl import plan as plans
 from atlasrl.rundir import RunDir
-from tests.job.conftest import job_processes, wait_until
+from tests.job.conftest import job_processes, kill_job, wait_until
 from tests.job.test_plan import TREE
 
 pytestmark = pytest.mark.cluster
@@ -152,8 +152,7 @@ def test_controller_killed_with_9_takes_the_job_along(job):
 
 def test_everything_killed_at_once_can_be_started_again_by_job_id(job):
     job_id = job.start()
-    for process in job_processes(job.commands.runs):
-        process.kill()
+    kill_job(job.commands.runs)
     again = job.commands.run("resume", job_id, "--step", 0)
     assert again.returncode == 0, again.stderr
     job.wait_for_training(attempt=2)
