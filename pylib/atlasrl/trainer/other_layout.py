@@ -106,7 +106,7 @@ def assembled(own: dict, tensors: dict[int, dict], saved: dict) -> dict:
 
 
 def _groups(optimizer: dict) -> Iterator[dict]:
-    for part in parts({key: value for key, value in optimizer.items() if isinstance(key, int)} or optimizer):
+    for part in parts(optimizer):
         yield from part["optimizer"]["param_groups"]
 
 
