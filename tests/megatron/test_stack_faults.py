@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from atlasrl.errors import Fault
-from atlasrl.trainer import megatron_patches
+from atlasrl.trainer import megatron_patches, patches
 
 pytestmark = pytest.mark.verl
 HERE = Path(__file__).parent
@@ -71,6 +71,12 @@ def test_ddp_and_optimizer_must_agree(found):
 
 
 # -- faults on the unpatched packages ---------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unpatched():
+    """Another test of this process may have imported what the workers import, with all fixes."""
+    patches.undo()
 
 
 class Parameter(SimpleNamespace):

@@ -20,6 +20,7 @@ def registry(monkeypatch):
     """An empty registry, so that real fixes stay out of the way."""
     monkeypatch.setattr(patches, "_registry", [])
     monkeypatch.setattr(patches, "_outcomes", {})
+    monkeypatch.setattr(patches, "_originals", [])
     monkeypatch.delenv(patches.WITHOUT, raising=False)
 
 
@@ -119,6 +120,22 @@ def test_a_gap_is_filled_and_an_existing_attribute_is_never_overwritten(registry
     assert module.missing() == "filled"
     assert module.answer() == 41
     assert state(upstream) == {"applied", "not needed"}
+
+
+def test_undone_fixes_leave_what_upstream_wrote_and_none_follows_later(registry, upstream, monkeypatch):
+    monkeypatch.setattr(patches, "_hook", patches._AfterImport())  # others may wait in this process
+    for target in ("answer", "Box.size"):
+        declare(upstream, target=target, expects="return", id=target)
+    declare(upstream, target="missing", expects=patches.ABSENT, id="gap")
+    declare("json.tool", target="main", expects="def main", id="later")
+    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
+    patches.apply()
+    module = importlib.import_module(upstream)
+    assert (module.answer(), module.Box().size(), module.missing()) == (42, 2, "filled")
+    patches.undo()
+    assert (module.answer(), module.Box().size(), hasattr(module, "missing")) == (41, 1, False)
+    assert importlib.import_module("json.tool").main.__module__ == "json.tool"
+    assert patches.outcomes() == []
 
 
 def test_an_unknown_id_is_an_error(registry):

@@ -72,6 +72,7 @@ class Outcome:
 
 _registry: list[Patch] = []
 _outcomes: dict[tuple[str, str], Outcome] = {}
+_originals: list[tuple[object, str, object]] = []  # owner, attribute, what was there; None for a gap
 
 
 def patch(
@@ -122,6 +123,18 @@ def outcomes() -> list[Outcome]:
     return list(_outcomes.values())
 
 
+def undo() -> None:
+    """Put back what the fixes replaced in this process, drop those that wait: upstream's code as it is."""
+    _hook.waiting.clear()
+    while _originals:
+        owner, attribute, original = _originals.pop()
+        if original is None:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, original)
+    _outcomes.clear()
+
+
 def _chosen(ids: tuple[str, ...]) -> list[Patch]:
     unknown = set(ids) - {p.id for p in _registry}
     if unknown:
@@ -166,6 +179,7 @@ def _apply(found: Patch, module: ModuleType) -> None:
         )
         return
     setattr(owner, attribute, found.replace(original))
+    _originals.append((owner, attribute, original))
     _note(found, "applied")
 
 
