@@ -101,7 +101,7 @@ class Attempt:
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.tail()}"
             assert time.monotonic() < deadline, f"no {what} within {DEADLINE} s:\n{self.tail()}"
-            os.sched_yield()
+            time.sleep(0.005)  # a save takes longer; a busy loop would take a core from the run it waits for
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text().splitlines()[-30:])

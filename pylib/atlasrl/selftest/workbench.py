@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_prestart_worker_first_driver": "0",  # workers without verl's runtime environment, used by nobody
     "RAY_worker_niceness": "0",  # Ray's default of 15 starves the workers of a busy machine
 }
 
