@@ -59,7 +59,7 @@ def start_command(python: str, node: RayNode, head: str) -> list[str]:
     # no monitor: it would scale the cluster, and costs 80 MB and seconds of imports
     role = ["--head", "--include-dashboard=false", "--no-monitor"] if is_head else [f"--address={head}"]
     return [
-        *(python, "-m", "ray.scripts.scripts", "start", *role),
+        *(python, "-m", "atlasrl.raystart", *role),
         f"--node-ip-address={node.address}",
         f"--node-name={node.name}",
         *node.ports.ray_options(head=is_head),

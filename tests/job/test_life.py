@@ -94,24 +94,24 @@ def _uses(temp) -> bool:
     return any(str(temp) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
 
 
-def test_finished_job_tells_its_story_and_leaves_nothing(job):
-    job.start()
+def test_a_second_writer_is_refused_and_the_first_finishes_tells_its_story_and_leaves_nothing(job):
+    job_id = job.start()
     names = [event["event"] for event in job.run.events()]
     assert names.index("ray_up") < len(names) - 1
     resources = next(event for event in job.run.events() if event["event"] == "ray_up")["resources"]
     assert {name: node["NPU"] for name, node in resources.items()} == {"node0": 1.0, "node1": 1.0}
-    (job.run.path / "finish").touch()
-    assert job.outcome()["state"] == "done"
-    job.assert_nothing_is_left()
+    started = " ".join(word for process in job_processes(job.commands.runs) for word in process.cmdline())
+    assert "raylet" in started and "ray.util.client.server" not in started, "it would run code for whoever reaches it"
 
-
-def test_second_writer_is_refused_and_the_first_goes_on(job):
-    job_id = job.start()
     done = job.commands.run("resume", job_id)
     assert done.returncode == 1
     assert "is being written by" in done.stderr
     assert "bin/stop job" in done.stderr
     assert job.run.writer()
+
+    (job.run.path / "finish").touch()
+    assert job.outcome()["state"] == "done"
+    job.assert_nothing_is_left()
 
 
 def test_killed_head_raylet_is_named(job):

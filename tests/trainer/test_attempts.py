@@ -159,6 +159,7 @@ def test_generation_counts_into_the_time_of_its_step(whole):
         assert gen > 0
 
 
+@pytest.mark.nightly
 def test_killed_while_saving_and_resumed_the_run_ends_bitwise_equal(whole, tmp_path, assets, ray_address):
     """kill -9 in the middle of the save of step 3; resume from step 2; compare samples, weights and optimizer."""
     run = plan(tmp_path, assets, "killed", validate=True, steps=4, devices_per_node=2, validate_every=2)

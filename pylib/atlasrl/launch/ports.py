@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import socket
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from atlasrl.errors import Fault
 COMPONENTS = {
     "claim": "held open by the supervisor, so that no second job takes the block",
     "gcs": "ray start --port: the head's control service",
-    "ray_client_server": "ray start --ray-client-server-port (head; started where grpc is installed; default 10001)",
     "dashboard": "ray start --dashboard-port (head; default 8265)",
     "node_manager": "ray start --node-manager-port",
     "object_manager": "ray start --object-manager-port",
@@ -77,7 +75,7 @@ class PortPlan:
         names = ["node_manager", "object_manager", "dashboard_agent_grpc", "dashboard_agent_listen"]
         names += ["runtime_env_agent", "metrics_export"]
         if head:
-            names += ["dashboard", *(["ray_client_server"] if importlib.util.find_spec("grpc") else [])]
+            names.append("dashboard")
         options = [f"--{name.replace('_', '-')}-port={getattr(self, name)}" for name in names]
         options += [f"--min-worker-port={self.workers[0]}", f"--max-worker-port={self.workers[1]}"]
         return [f"--port={self.gcs}", *options] if head else options
