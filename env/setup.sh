@@ -86,7 +86,7 @@ unused='/site-packages/(.+/tests?/|pip/|setuptools/|torch/testing/_internal/|tra
 compile() { # a first step after 46 s instead of 18 s is what missing bytecode costs; a third of it would be for files no job imports
     "$venv/bin/python" -m compileall -q -j 0 -x "$unused" "$venv/lib" "$root/pylib" "$root/ckpt_tools" >/dev/null 2>&1 || true
 }
-prove() { PYTHONPATH="$root/pylib:$root" "$venv/bin/python" -m atlasrl.stack --device "$device"; }
+prove() { PYTHONPATH="$root/pylib:$root" "$venv/bin/python" -m atlasrl.installed --device "$device"; }
 
 network="no network or a package index that is down; on an air-gapped site use --wheels DIR"
 mkdir -p "$venv" 2>/dev/null || fail "cannot write $venv; set ATLASRL_VENV to a folder you own"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from atlasrl import doctor, lint, machine, stack
+from atlasrl import doctor, installed, lint, machine
 from atlasrl import plan as plans
 from atlasrl.doctor import Finding
 from atlasrl.errors import Fault
@@ -89,9 +89,9 @@ def check_recipe(plan: Plan) -> list[Finding]:
 
 def check_versions(plan: Plan) -> str:
     device = "cpu" if plan.recipe.device == "cpu" else "npu"
-    if wrong := stack.differences(device):
+    if wrong := installed.differences(device):
         raise Fault(f"{'; '.join(wrong)}; mend with: env/setup.sh {device}")
-    return f"{len(stack.pins(device))} packages as pinned"
+    return f"{len(installed.pins(device))} packages as pinned"
 
 
 def check_memory(plan: Plan) -> str:

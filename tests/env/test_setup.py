@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atlasrl import stack
+from atlasrl import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "env" / "setup.sh"
@@ -66,7 +66,7 @@ def test_every_exported_variable_carries_its_reason(device):
 
 
 def test_difference_of_versions_is_one_line_each(monkeypatch):
-    monkeypatch.setattr(stack, "pins", lambda device: {"click": "0.0.1", "no-such-package": "1.0"})
-    click, missing = stack.differences("cpu")
+    monkeypatch.setattr(installed, "pins", lambda device: {"click": "0.0.1", "no-such-package": "1.0"})
+    click, missing = installed.differences("cpu")
     assert click.startswith("click: 0.0.1 expected, ")
     assert missing == "no-such-package: 1.0 expected, not installed"

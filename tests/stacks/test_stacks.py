@@ -59,9 +59,9 @@ def test_a_git_package_is_installed_by_its_commit():
 
 
 def test_the_cpu_stack_is_what_is_pinned_for_the_cpu():
-    from atlasrl import stack as pinned
+    from atlasrl import installed
 
-    pins = {name.lower(): version for name, version in pinned.pins("cpu").items()}
+    pins = {name.lower(): version for name, version in installed.pins("cpu").items()}
     for name, package in stacks.load("cpu").packages.items():
         assert pins.get(name, metadata.version(name).partition("+")[0]) == package.version
 

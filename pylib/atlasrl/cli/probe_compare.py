@@ -34,7 +34,7 @@ def configs(left, right, every, as_json):
         click.echo(json.dumps(comparing.as_json(found), indent=1, default=str))
     else:
         click.echo(comparing.text(*sides, found, every))
-    sys.exit(1 if any(each.effect.level in comparing.TELLING for each in found) else 0)
+    sys.exit(1 if comparing.telling(found) else 0)
 
 
 @command

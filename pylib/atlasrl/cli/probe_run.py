@@ -145,7 +145,7 @@ def bridges(run, runs, every):
     sides = axis.sides(plans.load(_run(run, runs)))
     found = configs.differences(*sides)
     click.echo(configs.text(*sides, found, every))
-    sys.exit(1 if any(each.effect.level in configs.TELLING for each in found) else 0)
+    sys.exit(1 if configs.telling(found) else 0)
 
 
 @command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atlasrl import stack, stacks
+from atlasrl import installed, stacks
 
 ASCEND_IMPORTS = ("torch", "torch_npu", "vllm", "vllm_ascend", "mindspeed", "megatron.core", "mbridge", "verl", "ray")
 ATLAS_A2 = {"devices": 8, "hbm_mib": 65536}  # HBM as npu-smi shows it for a 910B of 64 GB
@@ -49,7 +49,7 @@ def of(
         UsageFault: no such stack.
     """
     known = "cpu" if device == "cpu" else "npu"
-    packages, imports = stack.pins(known), tuple(stack.IMPORTS[known])
+    packages, imports = installed.pins(known), tuple(installed.IMPORTS[known])
     if device != "npu":
         return Expected(device, packages=packages, imports=imports, nic=nic, paths=paths)
     chosen = stacks.load(stack_name or stacks.DEFAULT["npu"])

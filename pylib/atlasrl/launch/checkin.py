@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+from atlasrl import installed
 from atlasrl import plan as plans
-from atlasrl import stack
 from atlasrl.errors import Fault
 from atlasrl.launch import addresses, ports
 from atlasrl.plan import Plan
@@ -73,7 +73,7 @@ def own_address(plan: Plan, node: str, rank: int) -> str:
 def facts(plan: Plan) -> dict[str, str]:
     """What must be equal on all nodes of a job: name -> value."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in stack.pins("cpu" if plan.recipe.device == "cpu" else "npu"):
+    for name in installed.pins("cpu" if plan.recipe.device == "cpu" else "npu"):
         try:
             found[f"package {name}"] = metadata.version(name)
         except metadata.PackageNotFoundError:

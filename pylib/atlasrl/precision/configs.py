@@ -110,10 +110,15 @@ def _named_alike(left: str, right: str) -> bool:
     return PurePath(left).name == PurePath(right).name
 
 
+def telling(found: list[Difference]) -> list[Difference]:
+    """Those that can move accuracy."""
+    return [each for each in found if each.effect.level in TELLING]
+
+
 def text(left: Effective, right: Effective, found: list[Difference], every: bool = False, width: int = 100) -> str:
     """The differences for a person; without `every`, those that can move accuracy."""
     lines = [f"left   {left.name}", f"right  {right.name}"]
-    shown = [each for each in found if every or each.effect.level in TELLING]
+    shown = found if every else telling(found)
     for level in LEVELS:
         group = [each for each in shown if each.effect.level == level]
         if group:
@@ -126,8 +131,8 @@ def text(left: Effective, right: Effective, found: list[Difference], every: bool
         counts = ", ".join(f"{hidden.count(level)} {level}" for level in LEVELS if level in hidden)
         lines += ["", f"not shown: {counts}; --all shows them"]
     lines += [f"note: {side.name}: {note}" for side in (left, right) for note in side.notes]
-    telling = [each for each in found if each.effect.level in TELLING]
-    lines.append(f"{len(telling)} differences can move accuracy" if telling else "no difference that can move accuracy")
+    count = len(telling(found))
+    lines.append(f"{count} differences can move accuracy" if count else "no difference that can move accuracy")
     out = io.StringIO()
     for line in lines:
         out.write(line + "\n")

@@ -1,6 +1,6 @@
 """The installed stack: pinned versions against found ones, and whether the packages import.
 
-`python -m atlasrl.stack --device cpu` is the last step of env/setup.sh and a check of the preflight stage.
+`python -m atlasrl.installed --device cpu` is the last step of env/setup.sh and a check of the preflight stage.
 """
 
 from __future__ import annotations
