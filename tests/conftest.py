@@ -5,8 +5,8 @@ import re
 from _pytest.mark.expression import Expression
 from xdist.scheduler import LoadFileScheduling
 
-SLOW = ("cluster", "training", "verl", "browser", "nightly")
-"""The longest queue starts first, so that both processes of `make test` end together."""
+SLOW = ("training", "cluster", "verl", "browser", "nightly")
+"""The longest queues start first, tests/cluster before all, so that both processes of `make test` end together."""
 OF_THE_FILE = re.compile(rf"^pytestmark = pytest\.mark\.({'|'.join(SLOW)})$", re.MULTILINE)
 
 
@@ -24,6 +24,8 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     def place(item) -> int:
+        if item.nodeid.startswith("tests/cluster/"):
+            return -1
         return next((place for place, name in enumerate(SLOW) if item.get_closest_marker(name)), len(SLOW))
 
     items.sort(key=place)
