@@ -48,7 +48,7 @@ def ray_up(node: Node, env: dict[str, str]) -> Iterator[tuple[dict[str, str], Ca
             head = here.gcs_address
         else:
             head = wait_for_head(node, deadline)
-            wait_for_turn(node, limits.join_window, deadline)
+            wait_for_turn(node, deadline)
         node.say("starting Ray", f"at {here.address}, ports {chosen.first} and up ({chosen.reason})")
         node.run.record("ports", attempt=attempt.number, node=node.name, address=here.address, **chosen.as_dict())
         daemon = raycluster.Daemon(here, raycluster.start_command(plan.python, here, head), env, node.log("ray"))
@@ -122,14 +122,16 @@ def wait_for_head(node: Node, deadline: float) -> str:
     return _wait(node, deadline, "rank 0's Ray", lambda: json.loads(node.attempt.head.read_text())["address"])
 
 
-def wait_for_turn(node: Node, window: int, deadline: float) -> None:
-    """Let at most `window` nodes join at a time: Ray gives a raylet 30 s, and Python imports share this machine."""
+def wait_for_turn(node: Node, deadline: float) -> None:
+    """Let only so many nodes join at a time: Ray gives a raylet 30 s, and Python imports share this machine."""
+    window = node.plan.site.joining_at_once
 
     def turn() -> bool:
         return len(json.loads(node.attempt.cluster.read_text())["alive"]) + window > node.rank
 
     if 0 < window <= node.rank:
-        _wait(node, deadline, f"node{node.rank - window} to join first", lambda: turn() or None)
+        what = f"node{node.rank - window} to join first, {window} at a time"
+        _wait(node, deadline, what, lambda: turn() or None)
 
 
 def _wait(node: Node, deadline: float, what: str, attain: Callable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -98,7 +99,9 @@ class RayLimits(Section):
 
     deadline: PositiveFloat = Field(120, description="seconds until one node must have joined")
     deadline_per_node: PositiveFloat = Field(5, description="more seconds for each further node")
-    join_window: NonNegativeInt = Field(0, description="nodes that may join at the same time; 0: all")
+    join_window: NonNegativeInt | None = Field(
+        None, description="nodes that may join at the same time; 0: all; absent: all, on a shared host cores + 1"
+    )
     object_store_mb: PositiveInt | None = Field(None, description="per node; absent: Ray's own choice")
 
 
@@ -136,6 +139,13 @@ class Site(Section):
     def shares_host(self) -> bool:
         """Whether the nodes share a machine, so that each needs ports and an address of its own there."""
         return self.kind == "local" or self.one_host
+
+    @property
+    def joining_at_once(self) -> int:
+        """How many nodes may start their Ray at the same time, 0: all; hosts of their own do not hinder each other."""
+        if self.ray.join_window is not None:
+            return self.ray.join_window
+        return len(os.sched_getaffinity(0)) + 1 if self.shares_host else 0
 
     @model_validator(mode="after")
     def _has_its_section(self) -> Site:

@@ -97,3 +97,12 @@ def test_the_one_interface_reaches_every_library():
     cpu = recipes.load("tiny")
     assert plans.make(cpu, sites.load("local"), run).environment["GLOO_SOCKET_IFNAME"].value == "lo"
     assert "GLOO_SOCKET_IFNAME" not in plans.make(cpu, sites.parse({"kind": "slurm"}, "t"), run).environment
+
+
+def test_nodes_that_share_a_host_start_a_few_at_a_time(monkeypatch):
+    """On two cores eight starts at once take 109 s, since Ray gives each 30 s; three at a time 26 s."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    local, slurm = sites.load("local"), sites.load("slurm")
+    assert (local.joining_at_once, slurm.joining_at_once) == (3, 0)
+    asked = slurm.model_copy(update={"ray": slurm.ray.model_copy(update={"join_window": 5})})
+    assert asked.joining_at_once == 5
