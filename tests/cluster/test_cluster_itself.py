@@ -28,6 +28,7 @@ def test_jobs_run_on_every_node_and_nothing_is_left(slurm_installed, mode):
     assert not cluster.folder.exists()
 
 
+@pytest.mark.nightly  # test_job_life.py loses two
 def test_a_node_can_lose_its_power_and_come_back(cluster):
     if cluster.facts["mode"] != "namespaces":
         pytest.skip("loopback nodes share one machine")

@@ -150,24 +150,18 @@ def test_controller_killed_with_9_takes_the_job_along(job):
     job.assert_nothing_is_left()
 
 
-def test_everything_killed_at_once_can_be_started_again_by_job_id(job):
+def test_everything_killed_at_once_starts_over_by_job_id_only_when_told_to(job):
     job_id = job.start()
     kill_job(job.commands.runs)
+    refused = job.commands.run("resume", job_id)
+    assert refused.returncode == 1
+    assert "--step 0" in refused.stderr, "no checkpoint yet"
     again = job.commands.run("resume", job_id, "--step", 0)
     assert again.returncode == 0, again.stderr
     job.wait_for_training(attempt=2)
-    (job.run.path / "finish").touch()
-    assert job.outcome(attempt=2)["state"] == "done"
+    assert job.commands.run("stop", "job").returncode == 0
+    assert job.outcome(attempt=2)["state"] == "stopped"
     job.assert_nothing_is_left()
-
-
-def test_resume_without_a_checkpoint_refuses_to_start_over_silently(job):
-    job_id = job.start()
-    assert job.commands.run("stop", job_id).returncode == 0
-    job.assert_nothing_is_left()
-    done = job.commands.run("resume", job_id)
-    assert done.returncode == 1
-    assert "--step 0" in done.stderr
 
 
 def test_ctrl_c_while_watching_ends_the_job(job):

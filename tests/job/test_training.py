@@ -69,9 +69,18 @@ def test_run_killed_with_9_and_resumed_by_job_id_equals_an_uninterrupted_one(com
 
 
 def test_real_weights_train_for_two_steps(commands):
-    options = ["smollm2-135m", "--name", "real", "--set", "steps=2", "--set", "data.max_response_tokens=12"]
-    small = ["--set", "dapo.train_batch_size=2", "--set", "dapo.mini_batch_size=2", "--set", "dapo.gen_batch_size=4"]
-    done = commands.run("train", *options, *small, "--set", "dapo.overlong.buffer_tokens=4", "--follow", deadline=900)
+    changes = {
+        "steps": 2,
+        "validate_every": 0,
+        "data.max_response_tokens": 12,
+        "rollout.samples": 4,
+        "dapo.train_batch_size": 2,
+        "dapo.mini_batch_size": 2,
+        "dapo.gen_batch_size": 4,
+        "dapo.overlong.buffer_tokens": 4,
+    }
+    small = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    done = commands.run("train", "smollm2-135m", "--name", "real", *small, "--follow", deadline=900)
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(commands.runs / "real")
     assert sorted(progress.of(run).rewards) == [1, 2]

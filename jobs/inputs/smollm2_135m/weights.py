@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"  # Apache-2.0, says its header; 4-bit weights, 92 MB
 SHARD = "100MB"
@@ -34,10 +38,23 @@ def convert(gguf: Path, folder: Path) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    with read_once():
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+        words = tokenizer(gguf)
     model.save_pretrained(folder, max_shard_size=SHARD)
-    tokenizer(gguf).save_pretrained(folder)
+    words.save_pretrained(folder)
     return model.num_parameters()
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Parse the file once and name its tensors once; transformers reads it three times and makes the names per tensor."""
+    import gguf
+
+    with ExitStack() as stack:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            stack.enter_context(mock.patch.object(gguf, name, functools.cache(getattr(gguf, name))))
+        yield
 
 
 def tokenizer(gguf: Path):
