@@ -77,6 +77,7 @@ def test_real_weights_train_for_two_steps(commands):
         "dapo.train_batch_size": 2,
         "dapo.mini_batch_size": 2,
         "dapo.gen_batch_size": 4,
+        "dapo.micro_batch_size": 8,
         "dapo.overlong.buffer_tokens": 4,
     }
     small = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]

@@ -48,7 +48,7 @@ def convert(gguf: Path, folder: Path) -> int:
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Parse the file once and name its tensors once; transformers reads it three times and makes the names per tensor."""
+    """Parse the file and name its tensors once; transformers reads it three times and makes the names per tensor."""
     import gguf
 
     with ExitStack() as stack:
