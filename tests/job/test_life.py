@@ -159,8 +159,8 @@ def test_everything_killed_at_once_starts_over_by_job_id_only_when_told_to(job):
     again = job.commands.run("resume", job_id, "--step", 0)
     assert again.returncode == 0, again.stderr
     job.wait_for_training(attempt=2)
-    assert job.commands.run("stop", "job").returncode == 0
-    assert job.outcome(attempt=2)["state"] == "stopped"
+    (job.run.path / "finish").touch()
+    assert job.outcome(attempt=2)["state"] == "done"
     job.assert_nothing_is_left()
 
 
@@ -176,16 +176,21 @@ def test_ctrl_c_while_watching_ends_the_job(job):
     job.assert_nothing_is_left()
 
 
-def test_port_held_by_somebody_else_moves_the_job_and_names_the_holder(job):
+def test_port_held_by_somebody_else_moves_the_job_names_the_holder_and_bin_stop_ends_it(job):
     plan = plans.make(plans.recipes.load(str(job.recipe)), plans.sites.load("local"), job.run)
     wanted = plans.planned_ports(plan, 1, 0)
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", wanted.gcs))
         squatter.listen()
-        job.start()
+        job_id = job.start()
         ports = next(e for e in job.run.events() if e["event"] == "ports" and e["node"] == "node0")
         assert ports["gcs"] != wanted.gcs
         assert f"pid {os.getpid()}" in ports["reason"]
+    assert job.commands.run("stop", job_id).returncode == 0
+    job.assert_nothing_is_left()
+    refused = job.commands.run("resume", job_id)
+    assert refused.returncode == 1
+    assert "--step 0" in refused.stderr, "a job that was stopped without a checkpoint does not start over silently"
 
 
 FOREIGN = """

@@ -10,7 +10,7 @@ import pytest
 
 from atlasrl import checkpoints, progress
 from atlasrl.rundir import RunDir, read_json_lines
-from tests.job.conftest import job_processes, wait_until
+from tests.job.conftest import job_processes, kill_job, wait_until
 
 pytestmark = pytest.mark.training
 
@@ -51,8 +51,7 @@ def test_run_killed_with_9_and_resumed_by_job_id_equals_an_uninterrupted_one(com
     started = commands.run("train", *OPTIONS, "--name", "broken", "--json")
     job = json.loads(started.stdout)["job"]
     wait_until(lambda: progress.of(broken).step == SAVE_EVERY + 1, 300, "a step after the first checkpoint")
-    for process in job_processes(commands.runs):
-        process.kill()
+    kill_job(commands.runs)
     wait_until(lambda: not job_processes(commands.runs), 60, "the end of every process")
     assert json.loads(commands.run("status", "broken", "--json").stdout)[0]["state"] == "died"
 

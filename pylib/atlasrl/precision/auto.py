@@ -94,11 +94,10 @@ def _told(run: RunDir) -> list[str]:
 
 
 def _configuration(run: RunDir, baseline: RunDir, left, right) -> Iterator[Finding]:
-    for each in configs.differences(left, right):
-        if each.effect.level in configs.TELLING:
-            what = f"{each.key}: {each.left} here, {each.right} in the baseline: {each.effect.reason}"
-            is_cause = each.effect.level == "strong"
-            yield Finding(what, is_cause, f"bin/probe configs {run.path} {baseline.path}")
+    for each in configs.telling(configs.differences(left, right)):
+        what = f"{each.key}: {each.left} here, {each.right} in the baseline: {each.effect.reason}"
+        is_cause = each.effect.level == "strong"
+        yield Finding(what, is_cause, f"bin/probe configs {run.path} {baseline.path}")
 
 
 def _data(run: RunDir, baseline: RunDir, left, right) -> Iterator[Finding]:
